@@ -1,0 +1,215 @@
+"""`SketchConfig`: what is sketched, how, and how a sketch becomes an update."""
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .projection import PROJECTIONS
+
+
+CONFIG_NAME = "sketch_config.json"
+UPDATE_RULES = ("row_adam", "sgd", "adam")
+NORMS = ("global", "matrix", "none")
+WEIGHT_PRECISIONS = ("auto", "bf16", "fp32")
+
+
+@dataclass
+class SketchConfig:
+    """Configuration of gradient-sketch training, given to a trainer in the place of a `LoraConfig`.
+
+    The defaults are those of the LoGRA paper where it names them (rank 256, RowAdam with β₂ = 0.95, a projection
+    refreshed at every step), with the `hadamard` projection. [`SketchConfig.logra`] and [`SketchConfig.rgc`] return the
+    papers' own settings.
+
+    Raises:
+        ValueError: A field has a value that is not allowed; the message names the field, the value and what is allowed.
+    """
+
+    rank: int = field(
+        default=256,
+        metadata={"help": "Columns r of each gradient sketch. A matrix with fewer inputs uses its number of inputs."},
+    )
+    rank_pattern: dict[str, int] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Ranks that differ from `rank`, by layer name or regular expression, as in PEFT, e.g. "
+            "'{\"down_proj\": 128}'."
+        },
+    )
+    target_modules: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Names of the linear layers to train, or one regular expression, as in PEFT. Default: every linear "
+            "layer of attention and MLP, never the LM head."
+        },
+    )
+    exclude_modules: list[str] | None = field(
+        default=None, metadata={"help": "Names, or one regular expression, of layers that stay frozen."}
+    )
+    layers_to_transform: list[int] | None = field(
+        default=None, metadata={"help": "Indices of the transformer layers to train. Default: all."}
+    )
+    layers_pattern: str | None = field(
+        default=None,
+        metadata={"help": "Name of the module list that `layers_to_transform` counts in, if it has an unusual name."},
+    )
+    projection: str = field(
+        default="hadamard",
+        metadata={
+            "help": "Random projection A: hadamard (exact signs, near-orthonormal rows), rademacher (LoGRA), gaussian, "
+            "orthonormal (RGC).",
+            "choices": list(PROJECTIONS),
+        },
+    )
+    refresh: str = field(
+        default="every_step",
+        metadata={"help": "When A is redrawn: every_step, never, or a number of optimizer steps."},
+    )
+    share_projection: bool = field(
+        default=True,
+        metadata={"help": "Layers that read the same input (q/k/v, gate/up) share one A, so that X Aᵀ is kept once."},
+    )
+    projection_seed: int | None = field(
+        default=None,
+        metadata={
+            "help": "Base seed of projections and of stochastic rounding. Default: the trainer's `seed`, else 0."
+        },
+    )
+    update_rule: str = field(
+        default="row_adam",
+        metadata={
+            "help": "How a sketch becomes an update: row_adam (LoGRA appendix B), sgd (RGC), adam (both moments on the "
+            "sketch; needs refresh='never').",
+            "choices": list(UPDATE_RULES),
+        },
+    )
+    norm: str = field(
+        default="global",
+        metadata={
+            "help": "What fixes the size of an update: global (one factor for all matrices), matrix (each moves by the "
+            "same fraction of its own norm), none (plain W - learning_rate * S A).",
+            "choices": list(NORMS),
+        },
+    )
+    update_ratio: float | None = field(
+        default=None,
+        metadata={
+            "help": "Size of an update relative to the weights, |dW| / |W|, at the peak of the learning-rate schedule. "
+            "Default: the update has the root mean square `learning_rate` per weight, as AdamW's first step has."
+        },
+    )
+    beta1: float = field(default=0.9, metadata={"help": "Decay of the first moment (update_rule='adam')."})
+    beta2: float = field(
+        default=0.95, metadata={"help": "Decay of the second moment (update_rule='row_adam' or 'adam')."}
+    )
+    relative_epsilon: float = field(
+        default=1e-8,
+        metadata={"help": "Stabilizer of row_adam and adam, relative to the mean root second moment of a matrix."},
+    )
+    weight_precision: str = field(
+        default="auto",
+        metadata={
+            "help": "Storage of the trained weights: bf16 (stochastically rounded, 2 bytes), fp32, or auto (bf16 where "
+            "the model computes in bf16).",
+            "choices": list(WEIGHT_PRECISIONS),
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank_pattern, str):
+            self.rank_pattern = json.loads(self.rank_pattern)
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) == 1 and not value[0].isidentifier():
+                setattr(self, name, value[0])  # one regular expression, from the command line
+        self._check_choice("projection", PROJECTIONS)
+        self._check_choice("update_rule", UPDATE_RULES)
+        self._check_choice("norm", NORMS)
+        self._check_choice("weight_precision", WEIGHT_PRECISIONS)
+        self._check("rank", _is_positive_int(self.rank), "a positive integer")
+        pattern = self.rank_pattern
+        pattern_is_good = pattern is None or (
+            isinstance(pattern, dict) and all(_is_positive_int(rank) for rank in pattern.values())
+        )
+        self._check("rank_pattern", pattern_is_good, "a mapping from layer names to positive integers")
+        self._check(
+            "refresh",
+            self.refresh in ("every_step", "never") or (str(self.refresh).isdecimal() and int(self.refresh) > 0),
+            "'every_step', 'never' or a positive number of steps",
+        )
+        self._check("update_ratio", self.update_ratio is None or 0 < self.update_ratio < 1, "None or in (0, 1)")
+        self._check("beta1", 0 <= self.beta1 < 1, "in [0, 1)")
+        self._check("beta2", 0 <= self.beta2 < 1, "in [0, 1)")
+        self._check("relative_epsilon", 0 <= self.relative_epsilon < 1, "in [0, 1)")
+        if self.update_rule == "adam" and self.refresh != "never":
+            raise ValueError(
+                f"update_rule='adam' keeps moments of the sketch, which mean nothing under another projection: set "
+                f"refresh='never' (got {self.refresh!r}) or use update_rule='row_adam'"
+            )
+        if self.norm == "none" and self.update_ratio is not None:
+            raise ValueError(
+                f"update_ratio={self.update_ratio} has no meaning with norm='none', where the step is learning_rate * "
+                "S A: use norm='global' or 'matrix', or leave update_ratio unset"
+            )
+
+    def _check(self, name: str, is_good: bool, allowed: str) -> None:
+        if not is_good:
+            raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        self._check(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
+
+    @property
+    def refresh_steps(self) -> int | None:
+        """Optimizer steps that one projection lives, `None` for the whole run."""
+        if self.refresh == "never":
+            return None
+        return 1 if self.refresh == "every_step" else int(self.refresh)
+
+    @classmethod
+    def logra(cls, **kwargs: Any) -> "SketchConfig":
+        """The LoGRA paper's main setting (appendix D, table 4); keyword arguments override it."""
+        settings: dict[str, Any] = {"rank": 256, "projection": "rademacher", "share_projection": False}
+        return cls(**settings | kwargs)
+
+    @classmethod
+    def rgc(cls, rank: int, **kwargs: Any) -> "SketchConfig":
+        """RGC's normalized SGD: each matrix moves by the same fraction of its norm; keyword arguments override it."""
+        settings: dict[str, Any] = {
+            "rank": rank,
+            "projection": "orthonormal",
+            "share_projection": False,
+            "update_rule": "sgd",
+            "norm": "matrix",
+            "weight_precision": "fp32",
+        }
+        return cls(**settings | kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write `sketch_config.json` into a folder, which is created if needed."""
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_NAME).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
+
+    @classmethod
+    def from_pretrained(cls, pretrained_path: str | Path) -> "SketchConfig":
+        """Read `sketch_config.json` from a folder.
+
+        Raises:
+            FileNotFoundError: The folder has no such file.
+            ValueError: The file has a field that this version does not know.
+        """
+        path = Path(pretrained_path) / CONFIG_NAME
+        values = json.loads(path.read_text())
+        unknown = sorted(set(values) - {f.name for f in fields(cls)})
+        if unknown:
+            raise ValueError(f"{path} has unknown fields: {', '.join(unknown)}; it needs a newer trl_sketch")
+        return cls(**values)
+
+
+def _is_positive_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,242 @@
+"""The sketch-accumulating linear layer, the projections it shares, and the flat buffer of all sketches.
+
+For inputs `X (T, k)` and output derivatives `D (T, d)` a layer adds `Dᵀ (X Aᵀ)` to its sketch `S (d, r)` (LoGRA,
+equation 2) and forms no dense gradient. Its weight is frozen for autograd, so the ordinary `F.linear` keeps nothing of
+X; a pass-through node behind it keeps `X Aᵀ (T, r)`.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .config import SketchConfig
+from .projection import SIGN_PROJECTIONS, derive_key, projection_basis, projection_scale
+
+
+class _AccumulateSketch(torch.autograd.Function):
+    """Identity on a layer's output `y (…, d)`; its backward adds `Dᵀ p` to the layer's sketch.
+
+    `anchor` is a scalar that requires grad, so that a layer is reached by backward even where its input does not
+    require grad. `p` is `X Aᵀ / scale (…, r)`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: torch.Tensor, anchor: torch.Tensor, p: torch.Tensor, layer: "SketchLinear"
+    ) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(p)
+        ctx.mark_dirty(y)  # returned as it is, and not as a view of itself, so that it may be changed in place later
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        (p,) = ctx.saved_tensors
+        ctx.layer.accumulate(grad, p)
+        return grad if ctx.needs_input_grad[0] else None, None, None, None
+
+
+@dataclass(eq=False)
+class ProjectionGroup:
+    """Layers that share one projection, because they read the same input.
+
+    `X Aᵀ` is computed for the first of them that runs and handed to the others, as long as they are given the very same
+    tensor; a member that is given another input gets its own.
+    """
+
+    name: str
+    kind: str
+    rank: int
+    in_features: int
+    key: torch.Tensor = field(repr=False)  # 0-dim int32 view of SketchState.keys
+    members: int = 0
+    _basis: torch.Tensor | None = field(default=None, repr=False)
+    _input: Callable[[], torch.Tensor | None] | None = field(default=None, repr=False)
+    _input_version: int = -1
+    _projected: torch.Tensor | None = field(default=None, repr=False)
+    _remaining: int = 0
+
+    @property
+    def scale(self) -> float:
+        """A / basis: the sketch and the update fold it in."""
+        return projection_scale(self.kind, self.rank)
+
+    def basis(self, dtype: torch.dtype) -> torch.Tensor:
+        """A / scale `(r, k)`. Signs are drawn anew at each call; a dear projection is kept for its lifetime."""
+        if self.kind in SIGN_PROJECTIONS:
+            return projection_basis(self.kind, self.key, self.rank, self.in_features, dtype=dtype)
+        if self._basis is None:
+            self._basis = projection_basis(self.kind, self.key, self.rank, self.in_features)
+        return self._basis.to(dtype)
+
+    def gram(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """A Aᵀ `(r, r)`, or `None` where it is (k/r)·I, because the rows of A are orthogonal."""
+        if self.kind == "orthonormal" or (self.kind == "hadamard" and self.in_features.bit_count() == 1):
+            return None
+        basis = self.basis(dtype)
+        return (basis @ basis.t()).mul_(self.scale**2)
+
+    @torch.no_grad()
+    def project(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`X Aᵀ / scale`, `(…, r)`, of `x (…, k)`, computed in `dtype`."""
+        cached = self._projected
+        if (
+            cached is None
+            or self._input is None
+            or self._input() is not x
+            or self._input_version != x._version
+            or cached.dtype != dtype
+        ):
+            cached = F.linear(x.to(dtype), self.basis(dtype))
+            self._input, self._input_version = weakref.ref(x), x._version
+            self._projected, self._remaining = cached, self.members
+        self._remaining -= 1
+        if self._remaining == 0:
+            self._projected = self._input = None
+        return cached
+
+    def redrawn(self) -> None:
+        """Forget what belongs to the last key."""
+        self._basis = self._projected = self._input = None
+
+
+class SketchLinear(nn.Linear):
+    """An `nn.Linear` that accumulates the sketch of its weight's gradient in backward.
+
+    It is made from an existing layer, in place, by [`get_sketch_model`]: the module, its parameters, their names and its
+    hooks stay. Its forward gives the same bits as before.
+    """
+
+    name: str
+    group: ProjectionGroup
+    state: "SketchState"
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight, self.bias
+        if input.dtype == weight.dtype or torch.is_autocast_enabled(input.device.type):
+            y = F.linear(input, weight, bias)
+        else:  # a bf16 weight in a model that is otherwise fp32, used outside autocast
+            y = F.linear(input.to(weight.dtype), weight, bias).to(input.dtype)
+        if not torch.is_grad_enabled():
+            return y
+        return _AccumulateSketch.apply(y, self.state.anchor, self.group.project(input, y.dtype), self)
+
+    @property
+    def sketch(self) -> torch.Tensor:
+        """S `(d, r)`, a view of the flat buffer: the sum over microbatches of `Dᵀ (X Aᵀ)`."""
+        return self.state.sketches[self.name]
+
+    def accumulate(self, grad: torch.Tensor, projected: torch.Tensor) -> None:
+        """S += Dᵀ (X Aᵀ), for `grad` D `(…, d)` and `projected` X Aᵀ / scale `(…, r)`.
+
+        Raises:
+            RuntimeError: An update has been proposed and not applied; its factor lies in the buffer of the sketches.
+        """
+        if self.state.proposed:
+            raise RuntimeError(
+                "backward() between propose() and step(): call step() or zero_grad() of the optimizer first"
+            )
+        sketch = self.sketch
+        derivative = grad.reshape(-1, self.out_features).t()
+        projected = projected.reshape(-1, self.group.rank)
+        if derivative.dtype == sketch.dtype:
+            sketch.addmm_(derivative, projected, alpha=self.group.scale)
+        else:
+            sketch.add_(derivative @ projected, alpha=self.group.scale)
+
+
+class SketchState:
+    """All sketches of a model: the layers in a fixed order, their projections, and one flat buffer.
+
+    Attributes:
+        config: The configuration.
+        layers: Name → layer, ordered by rank and then as in the model, so that sketches of one rank are adjacent.
+        groups: The projections.
+        anchor: A scalar that requires grad.
+        proposed: Whether the buffer holds factors U instead of sketches S.
+    """
+
+    def __init__(self, config: SketchConfig, layers: dict[str, SketchLinear], groups: list[ProjectionGroup]) -> None:
+        self.config = config
+        self.layers = dict(sorted(layers.items(), key=lambda item: -item[1].group.rank))
+        self.groups = groups
+        self.seed = config.projection_seed or 0
+        self.step = 0
+        self.proposed = False
+        self.anchor = torch.zeros((), requires_grad=True)
+        self._flat: torch.Tensor | None = None
+        self._sketches: dict[str, torch.Tensor] = {}
+        self.keys = torch.zeros(len(groups), dtype=torch.int32)
+        self.set_step(0)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.layers.values())).weight.device
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """All sketches in one 1-D tensor, allocated on the weights' device at first use: fp32 (fp64 for fp64 weights)."""
+        self._allocate()
+        assert self._flat is not None
+        return self._flat
+
+    @property
+    def sketches(self) -> dict[str, torch.Tensor]:
+        """Name → S `(d, r)`, views of `flat`."""
+        self._allocate()
+        return self._sketches
+
+    def _allocate(self) -> None:
+        if self._flat is not None and self._flat.device == self.device:
+            return
+        device = self.device
+        is_double = any(layer.weight.dtype == torch.float64 for layer in self.layers.values())
+        sizes = [layer.out_features * layer.group.rank for layer in self.layers.values()]
+        self._flat = torch.zeros(sum(sizes), dtype=torch.float64 if is_double else torch.float32, device=device)
+        self._sketches = {
+            name: chunk.view(layer.out_features, layer.group.rank)
+            for (name, layer), chunk in zip(self.layers.items(), self._flat.split(sizes), strict=True)
+        }
+        self._move_keys(device)
+
+    def _move_keys(self, device: torch.device) -> None:
+        self.keys = self.keys.to(device)
+        for group, key in zip(self.groups, self.keys, strict=True):
+            group.key = key
+
+    def rank_blocks(self) -> list[tuple[torch.Tensor, list[SketchLinear]]]:
+        """The buffer as one `(Σd, r)` matrix per distinct rank, with the layers whose rows it stacks."""
+        by_rank: dict[int, list[SketchLinear]] = {}
+        for layer in self.layers.values():
+            by_rank.setdefault(layer.group.rank, []).append(layer)
+        sizes = [rank * sum(layer.out_features for layer in layers) for rank, layers in by_rank.items()]
+        chunks = self.flat.split(sizes)
+        return [(chunk.view(-1, rank), layers) for chunk, (rank, layers) in zip(chunks, by_rank.items(), strict=True)]
+
+    def set_step(self, step: int) -> None:
+        """Set the optimizer step; where a refresh is due, every projection is drawn anew."""
+        self.step = step
+        period = self.config.refresh_steps
+        drawn_at = 0 if period is None else step - step % period
+        keys = [derive_key(self.seed, drawn_at, group.name, "projection") for group in self.groups]
+        self.keys.copy_(torch.tensor(keys, dtype=torch.int32))
+        for group, key in zip(self.groups, self.keys, strict=True):
+            group.key = key
+            group.redrawn()
+
+    def set_seed(self, seed: int) -> None:
+        """Set the base seed of projections and rounding."""
+        self.seed = seed
+        self.set_step(self.step)
+
+    def zero_(self) -> None:
+        """Empty the sketches and drop a proposal."""
+        if self._flat is not None:
+            self._flat.zero_()
+        self.proposed = False

@@ -1,0 +1,304 @@
+"""`SketchOptimizer`: from the sketches of a model to new weights, in three calls: propose, scale, step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import rules
+from .config import SketchConfig
+from .layers import ProjectionGroup, SketchLinear
+from .model import sketch_state
+from .projection import derive_key
+from .weights import SketchUpdate, quantize
+
+
+STATE_FORMAT_VERSION = 1
+
+
+class SketchOptimizer(torch.optim.Optimizer):
+    """Optimizer of the weights that [`get_sketch_model`] selected.
+
+    ```python
+    loss.backward()        # as often as there are microbatches
+    optimizer.propose()    # S becomes U; nothing has moved yet
+    optimizer.scale(0.5)   # optional: shrink or enlarge the step
+    optimizer.step()       # W += -α c U A, sketches emptied, projection redrawn
+    ```
+
+    `step()` alone proposes and applies with α = 1. The learning rate is that of AdamW: without `update_ratio` an update
+    has a root mean square of `lr` per weight, whatever the loss's scale (with `norm="none"` it is that of plain SGD).
+
+    Args:
+        model: A model that went through [`get_sketch_model`].
+        config: Its configuration; by default the one that the model was made with.
+        lr: Learning rate. With `update_ratio` set, only its course matters: the ratio applies at the initial `lr`.
+
+    Raises:
+        ValueError: The model has no sketches, `config` differs from the model's, or `lr` is negative.
+    """
+
+    def __init__(self, model: nn.Module, config: SketchConfig | None = None, lr: float = 1e-6) -> None:
+        self.sketches = sketch_state(model)
+        self.config = self.sketches.config
+        if config is not None and config != self.config:
+            raise ValueError(
+                "config differs from the one given to get_sketch_model(); leave it out or pass the same one"
+            )
+        if lr < 0:
+            raise ValueError(f"lr must not be negative, got {lr}")
+        self.layers = list(self.sketches.layers.values())
+        self.sizes = [layer.out_features for layer in self.layers]
+        self._coefficients: torch.Tensor | None = None
+        self._alpha = 1.0
+        self._moments: dict[str, torch.Tensor] = {}
+        self.grad_norm: torch.Tensor | None = None
+        self.update_ratio: torch.Tensor | None = None
+        super().__init__([layer.weight for layer in self.layers], defaults={"lr": lr, "initial_lr": lr})
+
+    # ------------------------------------------------------------------ propose, scale, step
+
+    @torch.no_grad()
+    def propose(self, max_grad_norm: float | None = None) -> None:
+        """Turn the sketches S into factors U, in place, and fix the size of the update. No weight moves.
+
+        Sets `grad_norm`, the norm of all sketches together (0-dim float64; its square is an unbiased estimate of the
+        dense gradient's), and `update_ratio`, the proposal's ‖ΔW‖ / ‖W‖ over all selected weights.
+
+        Args:
+            max_grad_norm: Scale the sketches down to this norm, if theirs is larger (`None` or 0: do not).
+
+        Raises:
+            FloatingPointError: A sketch is not finite; the message names the layers. No weight has moved.
+        """
+        config, state = self.config, self.sketches
+        blocks = state.rank_blocks()
+        row_norm = torch.cat([torch.linalg.vector_norm(block, dim=1) for block, _ in blocks])
+        norms = rules.per_matrix(row_norm, self.sizes)
+        self._check_finite(norms)
+        self.grad_norm = torch.linalg.vector_norm(norms)
+        if max_grad_norm and config.norm == "none":  # otherwise the size of the sketch plays no part
+            clip = (max_grad_norm / (self.grad_norm + 1e-6)).clamp_max(1.0).to(row_norm.dtype)
+            state.flat.mul_(clip)
+            row_norm, norms = row_norm * clip, norms * clip
+
+        unit = self._unit(norms)
+        if config.update_rule == "row_adam":
+            row_rank = rules.per_row(self._per_layer(lambda layer: layer.group.rank), self.sizes)
+            multiplier = rules.row_adam(
+                (row_norm / rules.per_row(unit, self.sizes)).square_().div_(row_rank).to(row_norm.dtype),
+                self._moment("second", row_norm),
+                self.sizes,
+                step=state.step + 1,
+                beta2=config.beta2,
+                relative_epsilon=config.relative_epsilon,
+            )
+            for (block, _), part in zip(blocks, multiplier.split([len(block) for block, _ in blocks]), strict=True):
+                block.mul_(part[:, None])
+        elif config.update_rule == "adam":
+            norms = self._adam(unit)
+
+        state.proposed = True
+        self._alpha = 1.0
+        self._coefficients = self._step_sizes(self._applied_norms(norms))
+
+    def _unit(self, norms: torch.Tensor) -> torch.Tensor:
+        """What the sketches are divided by to be normalized, `(M,)`: their root mean square, all together or each."""
+        numel = self._per_layer(lambda layer: layer.out_features * layer.group.rank)
+        if self.config.norm == "none":
+            return torch.ones_like(norms)
+        if self.config.norm == "matrix":
+            unit = norms / numel.sqrt()
+        else:
+            unit = (torch.linalg.vector_norm(norms) / numel.sum().sqrt()).expand_as(norms)
+        return torch.where(unit > 0, unit, 1.0)
+
+    def _adam(self, unit: torch.Tensor) -> torch.Tensor:
+        flat = self.sketches.flat
+        sizes = [layer.sketch.numel() for layer in self.layers]
+        firsts, seconds = (self._moment(name, flat).split(sizes) for name in ("first", "second"))
+        for layer, first, second, scale in zip(self.layers, firsts, seconds, unit, strict=True):
+            rules.adam_(
+                layer.sketch.div_(scale.to(flat.dtype)),
+                first.view_as(layer.sketch),
+                second.view_as(layer.sketch),
+                step=self.sketches.step + 1,
+                beta1=self.config.beta1,
+                beta2=self.config.beta2,
+                relative_epsilon=self.config.relative_epsilon,
+            )
+        return torch.stack([torch.linalg.vector_norm(layer.sketch, dtype=torch.float64) for layer in self.layers])
+
+    def _applied_norms(self, norms: torch.Tensor) -> torch.Tensor:
+        """‖U A‖ of each matrix `(M,)` from ‖U‖: √tr(UᵀU·AAᵀ), without forming U A."""
+        result = []
+        for group, members in self._by_group():
+            gram = group.gram(self.sketches.flat.dtype)
+            for index, layer in members:
+                if gram is None:  # orthogonal rows
+                    norm = norms[index] * (layer.in_features / group.rank) ** 0.5
+                else:
+                    factor = layer.sketch
+                    norm = torch.linalg.vecdot(factor @ gram, factor).sum(dtype=torch.float64).clamp_min(0).sqrt()
+                result.append((index, norm))
+        return torch.stack([norm for _, norm in sorted(result, key=lambda item: item[0])])
+
+    def _step_sizes(self, applied: torch.Tensor) -> torch.Tensor:
+        """The factor c of each matrix `(M,)`, in `ΔW = -c U A`, from ‖U A‖ `(M,)`."""
+        group = self.param_groups[0]
+        lr, config = float(group["lr"]), self.config
+        weight_norms = torch.stack(
+            [torch.linalg.vector_norm(layer.weight, dtype=self.sketches.flat.dtype).double() for layer in self.layers]
+        )
+        if config.norm == "none":
+            sizes = torch.full_like(applied, lr)
+        else:
+            if config.update_ratio is None:
+                target = lr * self._per_layer(lambda layer: layer.weight.numel()).sqrt()
+            else:
+                course = lr / group["initial_lr"] if group["initial_lr"] > 0 else 1.0
+                target = config.update_ratio * course * weight_norms
+            if config.norm == "global":
+                target, reached = torch.linalg.vector_norm(target), torch.linalg.vector_norm(applied)
+            else:
+                reached = applied
+            # A sketch of zeros stays an update of zeros.
+            sizes = torch.where(reached > 0, target / reached, 0.0).expand_as(applied)
+        moved = torch.linalg.vector_norm(sizes * applied)
+        self.update_ratio = moved / torch.linalg.vector_norm(weight_norms).clamp_min(torch.finfo(torch.float32).tiny)
+        return sizes
+
+    def scale(self, alpha: float) -> None:
+        """Multiply the proposed update by `alpha` (LoGRA, equation 4)."""
+        if not self.sketches.proposed:
+            raise RuntimeError("scale() needs a proposal: call propose() first")
+        if not 0 <= alpha < float("inf"):
+            raise ValueError(f"alpha must be finite and not negative, got {alpha}")
+        self._alpha *= alpha
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Apply the proposed update (propose first, if nothing is), empty the sketches, and go to the next projection.
+
+        Raises:
+            FloatingPointError: See [`propose`].
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.sketches.proposed:
+            self.propose()
+        for group, members in self._by_group():
+            basis = group.basis(torch.float32)
+            for index, layer in members:
+                self._update_of(index, layer).apply_(layer.weight, basis=basis)
+        self.sketches.zero_()
+        self._coefficients = None
+        self.sketches.set_step(self.sketches.step + 1)
+        return loss
+
+    def _update_of(self, index: int, layer: SketchLinear) -> SketchUpdate:
+        """The proposed update of one matrix: -α·c·scale·U, quantized."""
+        assert self._coefficients is not None
+        state, group = self.sketches, layer.group
+        size = (-self._alpha * group.scale) * self._coefficients[index]
+        q, exponent = quantize(layer.sketch * size.to(layer.sketch.dtype))
+        rounding = derive_key(state.seed, state.step, layer.name, "rounding")
+        return SketchUpdate(
+            name=layer.name,
+            projection=group.kind,
+            in_features=layer.in_features,
+            projection_key=group.key,
+            rounding_key=torch.tensor(rounding, dtype=torch.int32, device=q.device),
+            q=q,
+            exponent=exponent,
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Empty the sketches; drop a proposal."""
+        self.sketches.zero_()
+        self._coefficients = None
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameter groups, step, seed, and the moments by matrix name."""
+        moments = {kind: dict(self._moment_parts(kind, moment)) for kind, moment in self._moments.items()}
+        sketch = {
+            "format_version": STATE_FORMAT_VERSION,
+            "step": self.sketches.step,
+            "seed": self.sketches.seed,
+            "moments": moments,
+        }
+        return super().state_dict() | {"sketch": sketch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what [`state_dict`] returned. No weight moves.
+
+        Raises:
+            ValueError: The state is not of this optimizer, of another format version, or of another set of matrices.
+        """
+        sketch = state_dict.get("sketch")
+        if sketch is None:
+            raise ValueError("this is not the state of a SketchOptimizer: it has no entry 'sketch'")
+        if sketch["format_version"] != STATE_FORMAT_VERSION:
+            raise ValueError(
+                f"the optimizer state has format version {sketch['format_version']}, this version of trl_sketch reads "
+                f"{STATE_FORMAT_VERSION}: resume with the version that wrote it"
+            )
+        for kind, parts in sketch["moments"].items():
+            if set(parts) != set(self.sketches.layers):
+                odd = sorted(set(parts) ^ set(self.sketches.layers))
+                raise ValueError(f"the optimizer state belongs to other matrices; it differs in {', '.join(odd[:5])}")
+            reference = self._moment_reference(kind)
+            for name, part in self._moment_parts(kind, self._moment(kind, reference)):
+                if part.shape != parts[name].shape:
+                    raise ValueError(
+                        f"{name}: the saved moment has shape {tuple(parts[name].shape)}, this model's has "
+                        f"{tuple(part.shape)}: resume with the rank and the model that the state was saved with"
+                    )
+                part.copy_(parts[name])
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "sketch"})
+        self.sketches.seed = sketch["seed"]
+        self.sketches.set_step(sketch["step"])
+
+    def _moment(self, kind: str, reference: torch.Tensor) -> torch.Tensor:
+        """A running moment of all matrices, in one 1-D tensor: per row for row_adam, per entry for adam."""
+        if kind not in self._moments:
+            self._moments[kind] = torch.zeros_like(reference)
+        return self._moments[kind]
+
+    def _moment_reference(self, kind: str) -> torch.Tensor:
+        flat = self.sketches.flat
+        return flat if self.config.update_rule == "adam" else flat.new_zeros(sum(self.sizes))
+
+    def _moment_parts(self, kind: str, moment: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        if self.config.update_rule == "adam":
+            parts = moment.split([layer.sketch.numel() for layer in self.layers])
+        else:
+            parts = moment.split(self.sizes)
+        return [(layer.name, part) for layer, part in zip(self.layers, parts, strict=True)]
+
+    # ------------------------------------------------------------------ helpers
+
+    def _by_group(self) -> list[tuple[ProjectionGroup, list[tuple[int, SketchLinear]]]]:
+        members: dict[ProjectionGroup, list[tuple[int, SketchLinear]]] = {}
+        for index, layer in enumerate(self.layers):
+            members.setdefault(layer.group, []).append((index, layer))
+        return list(members.items())
+
+    def _per_layer(self, value: Callable[[SketchLinear], int]) -> torch.Tensor:
+        """float64 `(M,)`."""
+        values = [value(layer) for layer in self.layers]
+        return torch.tensor(values, dtype=torch.float64, device=self.sketches.flat.device)
+
+    def _check_finite(self, norms: torch.Tensor) -> None:
+        bad = [layer.name for layer, ok in zip(self.layers, norms.isfinite().tolist(), strict=True) if not ok]
+        if bad:
+            more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+            raise FloatingPointError(
+                f"the gradient sketch of {', '.join(bad[:3])}{more} is not finite. No weight has been changed. Look for a "
+                "non-finite loss or reward, or lower the learning rate"
+            )

@@ -1,0 +1,191 @@
+"""`SketchGRPOTrainer`: TRL's GRPO, training from gradient sketches."""
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+import trl
+import trl.trainer.grpo_trainer as trl_grpo
+from packaging.specifiers import SpecifierSet
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedModel, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from .callback import SketchCallback
+from .config import SketchConfig
+from .model import get_sketch_model, sketch_state
+from .optimizer import SketchOptimizer
+
+
+logger = logging.getLogger(__name__)
+
+TESTED_VERSIONS = {
+    "trl": (trl.__version__, ">=1.16,<1.17"),
+    "transformers": (transformers.__version__, ">=5.17,<5.18"),
+}
+for _name, (_version, _range) in TESTED_VERSIONS.items():
+    if not SpecifierSet(_range, prereleases=True).contains(_version):
+        raise ImportError(
+            f"trl_sketch.SketchGRPOTrainer was tested with {_name}{_range} and found {_name} {_version}, whose internals "
+            f"may differ: pip install '{_name}{_range}'"
+        )
+
+_CITATION = """\
+@article{zhang2026logra,
+    title   = {{LoGRA: Scaling LLM Reinforcement Learning with Low-Rank Gradient Sketches}},
+    author  = {Shaokun Zhang and Yifan Zhang and Jian Hu and Yueying Li and Hao Zhang and Binfeng Xu and Jan Kautz and Yi Dong},
+    year    = 2026,
+    eprint  = {arXiv:2610.06647},
+}
+@misc{rgc2026,
+    title   = {{RGC: Randomized Gradient Compression}},
+    year    = 2026,
+}
+"""
+
+
+class SketchGRPOTrainer(GRPOTrainer):
+    """[`trl.GRPOTrainer`] that trains all attention and MLP weights from low-rank gradient sketches.
+
+    It takes what `trl.GRPOTrainer` takes; `peft_config` is a [`SketchConfig`] (default: `SketchConfig()`).
+
+    What it changes of TRL:
+      * `__init__` takes the `SketchConfig` out, lets TRL build everything, then calls [`get_sketch_model`] on the model.
+        With `beta > 0` and a model that was passed as an object, the reference model is a copy of that object (TRL
+        would load the checkpoint that its config names, which need not have the same weights).
+      * `create_optimizer` returns a [`SketchOptimizer`].
+      * Between backward and step, a [`SketchCallback`] does the rest.
+
+    Raises:
+        TypeError: `peft_config` is a PEFT config.
+        ValueError: A setting that gradient sketches do not work with; the message says which and what to do.
+    """
+
+    _tag_names = ["trl", "grpo", "trl-sketch"]
+    _name = "GRPO from low-rank gradient sketches (trl_sketch)"
+    _paper = {
+        "title": "LoGRA: Scaling LLM Reinforcement Learning with Low-Rank Gradient Sketches",
+        "id": "2610.06647",
+        "citation": _CITATION + GRPOTrainer._paper["citation"],
+    }
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: SketchConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _check_arguments(model, args, optimizers, quantization_config, peft_config)
+        with _reference_model_is_a_copy_of(model):
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                **kwargs,
+            )
+        policy: Any = self.model
+        if not _is_sketched(policy):
+            get_sketch_model(policy, peft_config, compute_dtype=torch.bfloat16 if self.args.bf16 else None)
+        state = sketch_state(policy)
+        if state.config.projection_seed is None:
+            state.set_seed(self.args.seed)
+        self.add_callback(SketchCallback(self))
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """A [`SketchOptimizer`] with the trainer's learning rate, unless one was passed to `__init__`."""
+        if self.optimizer is None:
+            policy: Any = self.model
+            self.optimizer = SketchOptimizer(policy, lr=self.args.learning_rate)
+        return self.optimizer
+
+
+def _is_sketched(model: Any) -> bool:
+    try:
+        sketch_state(model)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_arguments(
+    model: str | PreTrainedModel,
+    args: GRPOConfig | None,
+    optimizers: tuple[torch.optim.Optimizer | None, Any],
+    quantization_config: Any,
+    peft_config: Any,
+) -> None:
+    if isinstance(peft_config, PeftConfig):
+        raise TypeError(
+            f"peft_config is a {type(peft_config).__name__}: adapters are trained with trl.GRPOTrainer; "
+            "SketchGRPOTrainer takes a trl_sketch.SketchConfig"
+        )
+    if peft_config is not None and not isinstance(peft_config, SketchConfig):
+        raise TypeError(f"peft_config must be a trl_sketch.SketchConfig, got {type(peft_config).__name__}")
+    if isinstance(model, PeftModel):
+        raise ValueError(
+            "the model is a PeftModel: merge its adapter first (model.merge_and_unload()), or train it with trl.GRPOTrainer"
+        )
+    if not isinstance(model, str) and peft_config is not None and _is_sketched(model):
+        raise ValueError(
+            "the model already accumulates sketches: leave peft_config out, or pass a model without sketches"
+        )
+    if quantization_config is not None:
+        raise ValueError(
+            "quantization_config: an update changes the weights in place, so they cannot be quantized. Leave it out; "
+            "bfloat16 weights take two bytes each"
+        )
+    optimizer = optimizers[0]
+    if optimizer is not None and not isinstance(optimizer, SketchOptimizer):
+        raise ValueError(
+            f"optimizers[0] is a {type(optimizer).__name__}: pass a SketchOptimizer, or None to have one made; a "
+            "learning-rate scheduler may be passed alone, as (None, scheduler)"
+        )
+    if args is None:
+        return
+    if args.fp16:
+        raise ValueError("fp16=True needs loss scaling, which works on dense gradients: use bf16=True")
+    if args.deepspeed is not None:
+        raise ValueError("deepspeed shards weights in a way that sketches do not support: use DDP or FSDP2")
+    if args.weight_decay:
+        logger.warning("weight_decay=%s is not applied: sketched updates have no weight decay.", args.weight_decay)
+
+
+@contextlib.contextmanager
+def _reference_model_is_a_copy_of(model: str | PreTrainedModel) -> Iterator[None]:
+    """Within the block, TRL's reference model is a copy of `model`, where that is an object.
+
+    TRL loads it with `create_model_from_path`, by the name in the config of the policy. That is the initial policy only
+    where the policy was loaded from there unchanged.
+    """
+    if isinstance(model, str):
+        yield
+        return
+
+    def copy_policy(model_id: str, **model_init_kwargs: Any) -> PreTrainedModel:
+        return copy.deepcopy(model)
+
+    original = trl_grpo.create_model_from_path
+    trl_grpo.create_model_from_path = copy_policy  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        trl_grpo.create_model_from_path = original

@@ -1,0 +1,147 @@
+"""Quantize a factor and add `U A` to a weight, exactly and in two bytes a weight (DESIGN of the update).
+
+The factor is kept as int8 integers with a power-of-two scale per row, and a sign projection as ±1. Then `Σ_j q_ij·a_jk`
+is an exact integer in every order of summation (at most 127·r, below 2²⁴ in fp32), the scaling is exact, and the new
+weight is one fp32 addition and one rounding whose random bits are a hash of (key, i, j). The result has the same bits
+for any shard, any block size, any number of threads and any device. (`gaussian` and `orthonormal` projections have no
+exact sums: their result may differ in the last bit between devices and block sizes.)
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .projection import Range, counter_hash, projection_basis
+
+
+# Elements of a temporary: small enough to stay in a CPU's cache, 16 MiB on an accelerator.
+_BLOCK_ELEMENTS = {"cpu": 2**17}
+_BLOCK_ELEMENTS_DEFAULT = 2**22
+_MAX_EXPONENT = 126
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """2^exponent in fp32 for integers in [-126, 127], from the bits: exact on every device."""
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
+def quantize(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`factor ≈ q · 2^e`, with one exponent per row.
+
+    Args:
+        factor: `(d, r)`, finite.
+
+    Returns:
+        q: int8 `(d, r)` in [-127, 127].
+        e: int8 `(d,)` in [-126, 126], the smallest for which the row fits.
+    """
+    factor = factor.float()
+    mantissa, exponent = torch.frexp(factor.abs().amax(dim=1) / 127)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp_(-_MAX_EXPONENT, _MAX_EXPONENT)
+    q = (factor * _power_of_two(-exponent)[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return q, exponent.to(torch.int8)
+
+
+def dequantize(q: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """`q · 2^e` in fp32, `(d, r)`; exact."""
+    return q.float() * _power_of_two(exponent)[:, None]
+
+
+def _random_offsets(key: torch.Tensor, rows: Range, cols: Range) -> torch.Tensor:
+    """int16 `(rows, cols)`, uniform over all 2¹⁶ values: the two halves of one hash word serve two columns."""
+    first, last = cols[0] // 2, -(-cols[1] // 2)
+    halves = counter_hash(key, rows, (first, last)).view(torch.int16)
+    return halves[:, cols[0] - 2 * first : cols[1] - 2 * first]
+
+
+def add_(weight: torch.Tensor, delta: torch.Tensor, key: torch.Tensor, rows: Range, cols: Range) -> None:
+    """`weight += delta`, in place: stochastically rounded in bf16, an ordinary addition in fp32 and fp64.
+
+    Args:
+        weight: A block of the whole matrix, bf16, fp32 or fp64.
+        delta: fp32, same shape; overwritten.
+        key: 0-dim int32 tensor, the key of the rounding.
+        rows: The block's rows in the whole matrix.
+        cols: The block's columns in the whole matrix.
+    """
+    if weight.dtype != torch.bfloat16:
+        weight.add_(delta)
+        return
+    bits = delta.add_(weight).view(torch.int32)
+    # bf16 is the upper half of fp32: a uniform number added to the lower half carries with the probability of what is
+    # cut off. Sign and magnitude are separate, so this rounds the magnitude, which is unbiased for both signs.
+    bits.add_(_random_offsets(key, rows, cols)).add_(0x8000).bitwise_and_(-0x10000)
+    weight.copy_(delta)
+
+
+@dataclass
+class SketchUpdate:
+    """The update `W += U A` of one matrix, in the form in which it is applied and sent.
+
+    Attributes:
+        name: The matrix.
+        projection: Kind of A.
+        in_features: k.
+        projection_key: 0-dim int32 tensor, the key of A.
+        rounding_key: 0-dim int32 tensor, the key of the stochastic rounding.
+        q: int8 `(d, r)`, the factor's integers; sign, step size and the projection's scale are in it.
+        exponent: int8 `(d,)`, the factor's exponents.
+    """
+
+    name: str
+    projection: str
+    in_features: int
+    projection_key: torch.Tensor
+    rounding_key: torch.Tensor
+    q: torch.Tensor
+    exponent: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the factor: d·(r + 1)."""
+        return self.q.numel() + self.exponent.numel()
+
+    @torch.no_grad()
+    def apply_(
+        self,
+        weight: torch.Tensor,
+        rows: Range | None = None,
+        cols: Range | None = None,
+        *,
+        basis: torch.Tensor | None = None,
+        block_elements: int | None = None,
+    ) -> None:
+        """Apply to `weight`, in place: the whole matrix, or the shard that holds its `rows` and `cols`.
+
+        Args:
+            weight: bf16, fp32 or fp64, of shape `(rows, cols)`.
+            rows: Half-open range of the shard's rows in the whole matrix, default all.
+            cols: Half-open range of the shard's columns in the whole matrix, default all.
+            basis: The shard's columns of A / scale, `(r, cols)` in fp32, if they are at hand.
+            block_elements: Elements of a temporary.
+
+        Raises:
+            ValueError: The weight has another shape, or a type that cannot be updated.
+        """
+        d, rank = self.q.shape
+        rows = (0, d) if rows is None else rows
+        cols = (0, self.in_features) if cols is None else cols
+        if not (0 <= rows[0] <= rows[1] <= d and 0 <= cols[0] <= cols[1] <= self.in_features):
+            raise ValueError(f"{self.name}: rows={rows}, cols={cols} is not a block of ({d}, {self.in_features})")
+        if weight.shape != (rows[1] - rows[0], cols[1] - cols[0]):
+            raise ValueError(
+                f"{self.name}: the weight has shape {tuple(weight.shape)}, but rows={rows}, cols={cols} of "
+                f"({d}, {self.in_features}) were to be updated"
+            )
+        if weight.dtype not in (torch.bfloat16, torch.float32, torch.float64):
+            raise ValueError(f"{self.name}: weights must be bfloat16, float32 or float64, got {weight.dtype}")
+        if basis is None:
+            basis = projection_basis(self.projection, self.projection_key, rank, self.in_features, cols=cols)
+        if block_elements is None:
+            block_elements = _BLOCK_ELEMENTS.get(weight.device.type, _BLOCK_ELEMENTS_DEFAULT)
+        scale = _power_of_two(self.exponent)
+        step = max(1, block_elements // max(1, weight.shape[1]))
+        for start in range(rows[0], rows[1], step):
+            stop = min(start + step, rows[1])
+            delta = torch.mm(self.q[start:stop].float(), basis).mul_(scale[start:stop, None])
+            add_(weight[start - rows[0] : stop - rows[0]], delta, self.rounding_key, (start, stop), cols)

@@ -114,18 +114,31 @@ class SketchLinear(nn.Linear):
     """
 
     name: str
+    index: int  # its place in SketchState.layers
     group: ProjectionGroup
     state: "SketchState"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight, self.bias
-        if input.dtype == weight.dtype or torch.is_autocast_enabled(input.device.type):
-            y = F.linear(input, weight, bias)
-        else:  # a bf16 weight in a model that is otherwise fp32, used outside autocast
-            y = F.linear(input.to(weight.dtype), weight, bias).to(input.dtype)
+        if self.state.probe is not None:
+            return self.state.probe(self, input)
+        y = self.linear(input)
         if not torch.is_grad_enabled():
             return y
         return _AccumulateSketch.apply(y, self.state.anchor, self.group.project(input, y.dtype), self)
+
+    def linear(self, input: torch.Tensor) -> torch.Tensor:
+        """The ordinary `x Wᵀ + b`, `(…, d)`."""
+        weight, bias = self.weight, self.bias
+        if input.dtype == weight.dtype or torch.is_autocast_enabled(input.device.type):
+            return F.linear(input, weight, bias)
+        # a bf16 weight in a model that is otherwise fp32, used outside autocast
+        return F.linear(input.to(weight.dtype), weight, bias).to(input.dtype)
+
+    def proposed_factor(self) -> torch.Tensor:
+        """The factor `(d, r)` of the proposed update `ΔW = factor · (A / scale)`, at α = 1 and not yet quantized."""
+        assert self.state.coefficients is not None
+        coefficient = self.state.coefficients[self.index] * -self.group.scale
+        return self.sketch * coefficient.to(self.sketch.dtype)
 
     @property
     def sketch(self) -> torch.Tensor:
@@ -159,7 +172,9 @@ class SketchState:
         layers: Name → layer, ordered by rank and then as in the model, so that sketches of one rank are adjacent.
         groups: The projections.
         anchor: A scalar that requires grad.
-        proposed: Whether the buffer holds factors U instead of sketches S.
+        coefficients: After [`SketchOptimizer.propose`], when the buffer holds factors U instead of sketches S: the
+            factor c of each matrix in `ΔW = -c U A`, float64 `(M,)`. Else `None`.
+        probe: If set, called as `probe(layer, input)` in the place of every layer's forward.
     """
 
     def __init__(self, config: SketchConfig, layers: dict[str, SketchLinear], groups: list[ProjectionGroup]) -> None:
@@ -168,12 +183,21 @@ class SketchState:
         self.groups = groups
         self.seed = config.projection_seed or 0
         self.step = 0
-        self.proposed = False
+        self.coefficients: torch.Tensor | None = None
+        self.probe: Callable[[SketchLinear, torch.Tensor], torch.Tensor] | None = None
         self.anchor = torch.zeros((), requires_grad=True)
+        for index, layer in enumerate(self.layers.values()):
+            layer.index = index
+            layer.state = self
         self._flat: torch.Tensor | None = None
         self._sketches: dict[str, torch.Tensor] = {}
         self.keys = torch.zeros(len(groups), dtype=torch.int32)
         self.set_step(0)
+
+    @property
+    def proposed(self) -> bool:
+        """Whether an update has been proposed and not applied."""
+        return self.coefficients is not None
 
     @property
     def device(self) -> torch.device:
@@ -239,4 +263,4 @@ class SketchState:
         """Empty the sketches and drop a proposal."""
         if self._flat is not None:
             self._flat.zero_()
-        self.proposed = False
+        self.coefficients = None

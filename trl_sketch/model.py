@@ -58,8 +58,6 @@ def get_sketch_model(
     groups: dict[tuple[str, int], ProjectionGroup] = {}
     layers = {name: _inject(name, linear, config, groups) for name, linear in selected.items()}
     state = SketchState(config, layers, list(groups.values()))
-    for layer in layers.values():
-        layer.state = state
     setattr(model, _STATE_ATTRIBUTE, state)
     model.print_trainable_parameters = types.MethodType(print_trainable_parameters, model)  # type: ignore[assignment]
     if isinstance(model, PreTrainedModel):

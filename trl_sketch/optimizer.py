@@ -50,7 +50,6 @@ class SketchOptimizer(torch.optim.Optimizer):
             raise ValueError(f"lr must not be negative, got {lr}")
         self.layers = list(self.sketches.layers.values())
         self.sizes = [layer.out_features for layer in self.layers]
-        self._coefficients: torch.Tensor | None = None
         self._alpha = 1.0
         self._moments: dict[str, torch.Tensor] = {}
         self.grad_norm: torch.Tensor | None = None
@@ -99,9 +98,8 @@ class SketchOptimizer(torch.optim.Optimizer):
         elif config.update_rule == "adam":
             norms = self._adam(unit)
 
-        state.proposed = True
         self._alpha = 1.0
-        self._coefficients = self._step_sizes(self._applied_norms(norms))
+        state.coefficients = self._step_sizes(self._applied_norms(norms))
 
     def _unit(self, norms: torch.Tensor) -> torch.Tensor:
         """What the sketches are divided by to be normalized, `(M,)`: their root mean square, all together or each."""
@@ -192,19 +190,16 @@ class SketchOptimizer(torch.optim.Optimizer):
             self.propose()
         for group, members in self._by_group():
             basis = group.basis(torch.float32)
-            for index, layer in members:
-                self._update_of(index, layer).apply_(layer.weight, basis=basis)
+            for _, layer in members:
+                self._update_of(layer).apply_(layer.weight, basis=basis)
         self.sketches.zero_()
-        self._coefficients = None
         self.sketches.set_step(self.sketches.step + 1)
         return loss
 
-    def _update_of(self, index: int, layer: SketchLinear) -> SketchUpdate:
-        """The proposed update of one matrix: -α·c·scale·U, quantized."""
-        assert self._coefficients is not None
+    def _update_of(self, layer: SketchLinear) -> SketchUpdate:
+        """The proposed update of one matrix, scaled by α and quantized."""
         state, group = self.sketches, layer.group
-        size = (-self._alpha * group.scale) * self._coefficients[index]
-        q, exponent = quantize(layer.sketch * size.to(layer.sketch.dtype))
+        q, exponent = quantize(layer.proposed_factor().mul_(self._alpha))
         rounding = derive_key(state.seed, state.step, layer.name, "rounding")
         return SketchUpdate(
             name=layer.name,
@@ -219,7 +214,6 @@ class SketchOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Empty the sketches; drop a proposal."""
         self.sketches.zero_()
-        self._coefficients = None
 
     # ------------------------------------------------------------------ state
 

@@ -2,7 +2,7 @@ PYTHON := .venv/bin/python
 READY := .venv/.ready
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
-# The models of the demo and the tests are tiny: on a busy machine a second OpenMP thread makes them 5 to 20 times slower.
+# The models of demo and tests are tiny: on a busy machine a second OpenMP thread makes them 5 to 20 times slower.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 # Nothing here is downloaded but packages.

@@ -1,10 +1,12 @@
 """The embedded default: a tiny model, a task and a reward that need no GPU, no hub and no download.
 
-The task is to sort eight digits: prompt ``30418827=``, completion ``01234788`` and an end token. The model is a Qwen3 of
+The task is to sort eight digits: prompt `30418827=`, completion `01234788` and an end token. The model is a Qwen3 of
 about 0.8 million weights with a tokenizer of one token per character. A short supervised phase (the *warm start*)
 teaches it the task to roughly four right answers in ten; GRPO starts from there.
 
-    python recipes/embedded.py          # builds the warm start for seed 0 and prints where it is
+```bash
+python recipes/embedded.py    # builds the warm start of seed 0 and prints where it is
+```
 """
 
 import hashlib
@@ -14,14 +16,23 @@ import os
 import random
 import tempfile
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from rich.progress import track
+from rich.progress import Progress, TextColumn
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    BatchEncoding,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
 
 CACHE_VERSION = 1  # raise it whenever the code below would build a different warm start from the same settings
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
@@ -44,10 +55,11 @@ class WarmStart:
     head_dim: int = 32
     intermediate_size: int = 384
     lm_head_scale: float = 8.0  # the LM head stays frozen under a sketch or LoRA, so its size fixes the temperature
-    steps: int = 60
     batch_size: int = 256
     learning_rate: float = 2e-3
     warmup_steps: int = 20
+    target_accuracy: float = 0.42  # greedy, on 512 validation problems: the training stops there
+    max_steps: int = 100
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,7 @@ def split_of(prompt: str) -> Split:
 
 
 def draw_problem(rng: random.Random, split: Split) -> dict[str, str]:
-    """Draw one problem of the split: ``{"prompt": "30418827=", "answer": "01234788"}``."""
+    """Draw one problem of the split: `{"prompt": "30418827=", "answer": "01234788"}`."""
     while True:
         digits = rng.choices("0123456789", k=DIGITS)
         prompt = "".join(digits) + "="
@@ -80,7 +92,7 @@ def draw_problem(rng: random.Random, split: Split) -> dict[str, str]:
 
 
 def make_problems(split: Split, count: int, seed: int = 0) -> list[dict[str, str]]:
-    """``count`` problems of a split, without repetition; always the same ones for the same arguments."""
+    """`count` problems of a split, without repetition; always the same ones for the same arguments."""
     rng = random.Random(f"{split}-{seed}")
     problems: dict[str, dict[str, str]] = {}
     while len(problems) < count:
@@ -119,7 +131,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerBase, settings: WarmStart) -> Qwen3ForCausalLM:
-    """An untrained fp32 model whose LM head is ``lm_head_scale`` times as large as usual."""
+    """An untrained fp32 model whose LM head is `lm_head_scale` times as large as usual."""
     torch.manual_seed(settings.seed)
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     config = Qwen3Config(
@@ -159,29 +171,44 @@ def supervised_batch(tokenizer: PreTrainedTokenizerBase, problems: list[dict[str
 def supervised_training(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: WarmStart, progress: bool = True
 ) -> None:
-    """Train every parameter of the fp32 model in place on right answers, with a plain AdamW loop."""
+    """Train every parameter of the fp32 model in place on right answers, with a plain AdamW loop.
+
+    Accuracy rises steeply and at another step for every seed, so the loop stops at `target_accuracy`, which it
+    measures after every second step once the learning rate has warmed up; 35 to 45 are usual.
+    """
     rng = random.Random(f"warm-start-{settings.seed}")
+    validation = make_problems("validation", 512)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98))
-    model.train()
-    for step in track(range(settings.steps), "Warm start (supervised)", disable=not progress):
-        for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * min(1.0, (step + 1) / settings.warmup_steps)
-        batch = supervised_batch(tokenizer, [draw_problem(rng, "train") for _ in range(settings.batch_size)])
-        model(**batch).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    bar = Progress(
+        *Progress.get_default_columns(), TextColumn("{task.fields[accuracy]:.0%} right"), disable=not progress
+    )
+    with bar:
+        task = bar.add_task("Warm start", total=settings.target_accuracy, accuracy=0.0)
+        model.train()
+        for step in range(1, settings.max_steps + 1):
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate * min(1.0, step / settings.warmup_steps)
+            batch = supervised_batch(tokenizer, [draw_problem(rng, "train") for _ in range(settings.batch_size)])
+            model(**batch).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step > settings.warmup_steps and step % 2 == 0:
+                accuracy = evaluate(model, tokenizer, validation, samples=0).greedy
+                bar.update(task, completed=accuracy, accuracy=accuracy)
+                if accuracy >= settings.target_accuracy:
+                    break
 
 
 def cache_root() -> Path:
-    """``trl_sketch`` under ``$XDG_CACHE_HOME``, or under ``~/.cache`` where that is not set."""
+    """`trl_sketch` under `$XDG_CACHE_HOME`, or under `~/.cache` where that is not set."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trl_sketch"
 
 
 def warm_start_model(settings: WarmStart | None = None, cache: Path | None = None, progress: bool = True) -> str:
-    """Folder of the warm-started model and its tokenizer: an ordinary ``save_pretrained`` checkpoint in bfloat16.
+    """Folder of the warm-started model and its tokenizer: an ordinary `save_pretrained` checkpoint in bfloat16.
 
-    It is built once per settings (about 15 seconds on one core) and then found under ``cache`` (default: ``cache_root()``).
+    It is built once per settings (about 15 seconds on one core) and then found under `cache` (default: `cache_root()`).
     """
     settings = settings or WarmStart()
     name = hashlib.sha256(json.dumps([CACHE_VERSION, asdict(settings)], sort_keys=True).encode()).hexdigest()[:12]
@@ -207,3 +234,68 @@ def warm_start_model(settings: WarmStart | None = None, cache: Path | None = Non
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+@torch.no_grad()
+def evaluate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: list[dict[str, Any]],
+    samples: int = 4,
+    reward: Callable[..., list[float | None]] = exact_match,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    batch_size: int = 512,
+) -> Accuracy:
+    """Mean reward of the model's answers to `problems`, which have the keys `prompt` (text or chat) and `answer`.
+
+    `greedy` takes one answer per problem, `sampled` the mean over `samples` answers per problem at temperature 1 without
+    top-k or top-p (NaN if `samples` is 0). At most `batch_size` answers are generated at a time. Sampling starts from a
+    fixed seed; the caller's random state and the model's train or eval mode stay as they were.
+    """
+    was_training = model.training
+    model.eval()
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        options = {"reward": reward, "batch_size": batch_size, "max_new_tokens": max_new_tokens}
+        greedy = _mean_reward(model, tokenizer, problems, **options, do_sample=False)
+        repeated = [problem for problem in problems for _ in range(samples)]
+        sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        sampled = _mean_reward(model, tokenizer, repeated, **options, **sampling) if samples else math.nan
+    model.train(was_training)
+    return Accuracy(greedy, sampled)
+
+
+def _mean_reward(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: list[dict[str, Any]],
+    reward: Callable[..., list[float | None]],
+    batch_size: int,
+    **generation: Any,
+) -> float:
+    """Mean reward over one generated answer per problem; an answer that cannot be scored (None) counts as 0."""
+    scores: list[float] = []
+    for start in range(0, len(problems), batch_size):
+        batch = problems[start : start + batch_size]
+        columns = {name: [problem[name] for problem in batch] for name in batch[0]}
+        inputs = _encode(tokenizer, columns["prompt"]).to(model.device)
+        tokens = model.generate(**inputs, **generation)[:, inputs["input_ids"].shape[1] :]
+        completions = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        columns["prompts"] = columns.pop("prompt")  # TRL's name for it
+        scores += [score or 0.0 for score in reward(completions=completions, **columns)]
+    return sum(scores) / len(scores)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompts: list[Any]) -> BatchEncoding:
+    """Token ids and mask, both (prompts, tokens), padded on the left, of plain prompts or of chats."""
+    padding = {"padding": True, "padding_side": "left"}
+    if isinstance(prompts[0], str):
+        return tokenizer(prompts, return_tensors="pt", **padding)
+    return tokenizer.apply_chat_template(
+        prompts, add_generation_prompt=True, return_tensors="pt", return_dict=True, tokenizer_kwargs=padding
+    )
+
+
+if __name__ == "__main__":
+    print(warm_start_model())

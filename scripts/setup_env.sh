@@ -43,7 +43,7 @@ create_venv() {
     elif "$base" -m pip --version >/dev/null 2>&1; then
         # Debian splits ensurepip off into a package of its own; a pip outside the environment can put one inside.
         "$base" -m venv --without-pip "$venv"
-        "$base" -m pip --python "$python" install --quiet pip
+        "$base" -m pip --python "$python" install -qq pip
     else
         die "$base has neither ensurepip nor pip. Install one (Debian, Ubuntu: apt-get install python$version-venv)" \
             "and run the command again."
@@ -75,7 +75,8 @@ install_torch() {
     if pip_install "torch==$torch_version+cpu" 2>/dev/null; then
         return
     fi
-    if pip_install uv && "$venv/bin/uv" pip install --quiet --python "$python" --torch-backend=cpu "torch==$torch_version"; then
+    if pip_install uv &&
+        "$venv/bin/uv" pip install --quiet --python "$python" --torch-backend=cpu "torch==$torch_version"; then
         return
     fi
     echo "note: the CPU build could not be had; taking the default build, which may be several gigabytes larger ..."

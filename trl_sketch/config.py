@@ -8,6 +8,7 @@ from typing import Any
 from .projection import PROJECTIONS
 
 
+_REGULAR_EXPRESSION = set(r"\^$*+?{}[]|()")  # characters that tell one from a name
 CONFIG_NAME = "sketch_config.json"
 UPDATE_RULES = ("row_adam", "sgd", "adam")
 NORMS = ("global", "matrix", "none")
@@ -121,8 +122,10 @@ class SketchConfig:
             self.rank_pattern = json.loads(self.rank_pattern)
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
-            if isinstance(value, list) and len(value) == 1 and not value[0].isidentifier():
-                setattr(self, name, value[0])  # one regular expression, from the command line
+            if isinstance(value, list) and len(value) == 1 and not set(value[0]).isdisjoint(_REGULAR_EXPRESSION):
+                setattr(self, name, value[0])  # from the command line, where it cannot be anything but a list
+        if self.target_modules in ("all-linear", ["all-linear"]):
+            self.target_modules = None
         self._check_choice("projection", PROJECTIONS)
         self._check_choice("update_rule", UPDATE_RULES)
         self._check_choice("norm", NORMS)
@@ -138,6 +141,11 @@ class SketchConfig:
             self.refresh in ("every_step", "never") or (str(self.refresh).isdecimal() and int(self.refresh) > 0),
             "'every_step', 'never' or a positive number of steps",
         )
+        if isinstance(self.target_modules, str) and self.layers_to_transform is not None:
+            raise ValueError(
+                f"layers_to_transform={self.layers_to_transform!r} works with a list of names, and target_modules="
+                f"{self.target_modules!r} is a regular expression: give a list, or name the layers in the expression"
+            )
         self._check("update_ratio", self.update_ratio is None or 0 < self.update_ratio < 1, "None or in (0, 1)")
         self._check("beta1", 0 <= self.beta1 < 1, "in [0, 1)")
         self._check("beta2", 0 <= self.beta2 < 1, "in [0, 1)")

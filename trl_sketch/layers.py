@@ -85,6 +85,8 @@ class ProjectionGroup:
     @torch.no_grad()
     def project(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`X Aᵀ / scale`, `(…, r)`, of `x (…, k)`, computed in `dtype`."""
+        if torch.compiler.is_compiling():  # sharing would break the graph
+            return F.linear(x.to(dtype), self.basis(dtype))
         cached = self._projected
         if (
             cached is None
@@ -124,6 +126,9 @@ class SketchLinear(nn.Linear):
         y = self.linear(input)
         if not torch.is_grad_enabled():
             return y
+        if self.bias is not None and y.ndim != 2:
+            # F.linear returns a view here, and a change of a view in place would cost backward a copy
+            y = torch.ops.aten._unsafe_view(y, y.shape)
         return _AccumulateSketch.apply(y, self.state.anchor, self.group.project(input, y.dtype), self)
 
     def linear(self, input: torch.Tensor) -> torch.Tensor:
@@ -204,8 +209,14 @@ class SketchState:
         return next(iter(self.layers.values())).weight.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the sketches: fp32, or fp64 for fp64 weights."""
+        is_double = any(layer.weight.dtype == torch.float64 for layer in self.layers.values())
+        return torch.float64 if is_double else torch.float32
+
+    @property
     def flat(self) -> torch.Tensor:
-        """All sketches in one 1-D tensor, allocated on the weights' device at first use: fp32 (fp64 for fp64 weights)."""
+        """All sketches in one 1-D tensor, allocated on the weights' device at first use."""
         self._allocate()
         assert self._flat is not None
         return self._flat
@@ -220,9 +231,8 @@ class SketchState:
         if self._flat is not None and self._flat.device == self.device:
             return
         device = self.device
-        is_double = any(layer.weight.dtype == torch.float64 for layer in self.layers.values())
         sizes = [layer.out_features * layer.group.rank for layer in self.layers.values()]
-        self._flat = torch.zeros(sum(sizes), dtype=torch.float64 if is_double else torch.float32, device=device)
+        self._flat = torch.zeros(sum(sizes), dtype=self.dtype, device=device)
         self._sketches = {
             name: chunk.view(layer.out_features, layer.group.rank)
             for (name, layer), chunk in zip(self.layers.items(), self._flat.split(sizes), strict=True)

@@ -60,8 +60,9 @@ def get_sketch_model(
     state = SketchState(config, layers, list(groups.values()))
     setattr(model, _STATE_ATTRIBUTE, state)
     model.print_trainable_parameters = types.MethodType(print_trainable_parameters, model)  # type: ignore[assignment]
-    if isinstance(model, PreTrainedModel):
-        model.enable_input_require_grads()  # reentrant checkpointing sees no gradient path otherwise
+    pretrained = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if pretrained is not None:
+        pretrained.enable_input_require_grads()  # reentrant checkpointing sees no gradient path otherwise
     return model
 
 
@@ -80,12 +81,13 @@ def sketch_state(model: nn.Module) -> SketchState:
 
 def summary(model: nn.Module) -> dict[str, int]:
     """Counts of a sketched model: `trainable` and `all` parameters, `matrices`, and `sketch_bytes` of the buffer."""
-    layers = sketch_state(model).layers.values()
+    state = sketch_state(model)
+    layers = state.layers.values()
     return {
         "trainable": sum(layer.weight.numel() for layer in layers),
         "all": sum(parameter.numel() for parameter in model.parameters()),
         "matrices": len(layers),
-        "sketch_bytes": 4 * sum(layer.out_features * layer.group.rank for layer in layers),
+        "sketch_bytes": state.dtype.itemsize * sum(layer.out_features * layer.group.rank for layer in layers),
     }
 
 
@@ -101,16 +103,21 @@ def print_trainable_parameters(model: nn.Module) -> None:
 
 def _select(model: nn.Module, config: SketchConfig) -> Iterator[tuple[str, nn.Linear]]:
     """Name and module of the layers to train, checked."""
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    by_default = config.target_modules is None
-    found = False
+    pretrained = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    heads = [module.get_output_embeddings() for module in pretrained]
+    adapters: list[str] = []
+    found: list[str] = []
     for path, module in model.named_modules():
         name = _without_wrappers(path)
-        if not name or (by_default and (module is head or not _holds_matrices(module))):
+        if any(name.startswith(f"{adapter}.") for adapter in adapters):
+            continue  # inside an adapter that has been excluded
+        if isinstance(module, BaseTunerLayer):
+            adapters.append(name)
+        if config.target_modules is None and not _is_default(name, module, bool(pretrained)):
             continue
-        if not _matches(config, name):
+        if not name or not _matches(config, name):
             continue
-        if module is head:
+        if any(module is head for head in heads):
             raise ValueError(
                 f"{name} is the LM head, which cannot be sketched (trainers read its weight directly, past the layer): "
                 "take it out of target_modules"
@@ -120,10 +127,20 @@ def _select(model: nn.Module, config: SketchConfig) -> Iterator[tuple[str, nn.Li
             if not _holds_matrices(module):
                 continue  # a container or an activation that a pattern happens to match
             raise ValueError(f"{name} {problem}")
-        found = True
+        found.append(name)
         yield name, module
     if not found:
-        raise ValueError(_nothing_found(model, config))
+        raise ValueError(_nothing_found(model, config, heads))
+    if isinstance(config.target_modules, list):
+        idle = [t for t in config.target_modules if not any(n == t or n.endswith(f".{t}") for n in found)]
+        if idle:
+            logger.warning("target_modules: nothing is called %s.", " or ".join(idle))
+
+
+def _is_default(name: str, module: nn.Module, is_pretrained: bool) -> bool:
+    """Whether a layer is of attention or MLP: in a transformers model, those in its numbered layers, so no head is."""
+    in_a_layer = any(part.isdecimal() for part in name.split("."))
+    return _holds_matrices(module) and (in_a_layer or not is_pretrained)
 
 
 def _holds_matrices(module: nn.Module) -> bool:
@@ -139,6 +156,16 @@ def _why_not(module: nn.Module) -> str | None:
     """What keeps a module from being sketched, as the end of a sentence; `None` if nothing does."""
     kind = type(module).__name__
     if type(module) is nn.Linear:
+        if type(module.weight.data) is not torch.Tensor:
+            return (
+                f"has a weight of type {type(module.weight.data).__name__}, and an update must change it in place: load "
+                "the model unquantized in bfloat16, or leave it out with exclude_modules"
+            )
+        if "forward" in vars(module):
+            return (
+                "has had its forward replaced (by a hook of accelerate, for offloading or for a device map), so its "
+                "inputs would not be seen: load the model on one device without such hooks"
+            )
         dtype = module.weight.dtype
         if dtype in (torch.bfloat16, torch.float32, torch.float64):
             return None
@@ -179,8 +206,9 @@ def _matches(config: SketchConfig, name: str) -> bool:
     return bool(check_target_module_exists(probe, name))
 
 
-def _nothing_found(model: nn.Module, config: SketchConfig) -> str:
-    names = sorted({_without_wrappers(n).rpartition(".")[2] for n, m in model.named_modules() if _holds_matrices(m)})
+def _nothing_found(model: nn.Module, config: SketchConfig, heads: list[nn.Module | None]) -> str:
+    linear = [n for n, m in model.named_modules() if _holds_matrices(m) and not any(m is head for head in heads)]
+    names = sorted({_without_wrappers(n).rpartition(".")[2] for n in linear})
     if config.target_modules is None:
         return (
             f"no linear layer of {type(model).__name__} was selected (exclude_modules={config.exclude_modules!r}, "
@@ -241,7 +269,7 @@ def _inject(
         rank = linear.in_features
     parent, _, own = name.rpartition(".")
     siblings = next((s for s in _SHARED_INPUT if own in s), ()) if config.share_projection else ()
-    shared = f"{parent}.{siblings[0]}" if siblings else name
+    shared = ".".join(part for part in (parent, siblings[0]) if part) if siblings else name
     group = groups.get((shared, rank))
     if group is None or group.in_features != linear.in_features:
         key = torch.zeros((), dtype=torch.int32)

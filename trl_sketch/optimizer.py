@@ -54,6 +54,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         self._moments: dict[str, torch.Tensor] = {}
         self.grad_norm: torch.Tensor | None = None
         self.update_ratio: torch.Tensor | None = None
+        _ = self.sketches.flat  # allocated here and not in the first backward, which may be compiled
         super().__init__([layer.weight for layer in self.layers], defaults={"lr": lr, "initial_lr": lr})
 
     # ------------------------------------------------------------------ propose, scale, step

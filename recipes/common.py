@@ -1,0 +1,388 @@
+"""What the three recipes share: arguments, data, rewards, the progress bar, the plot and the closing table."""
+
+import json
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import datasets
+import torch
+import transformers
+from datasets import Dataset, DatasetDict, load_dataset
+from embedded import (
+    DIGITS,
+    Accuracy,
+    WarmStart,
+    completion_text,
+    evaluate,
+    exact_match,
+    make_problems,
+    warm_start_model,
+)
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import nn
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, TrlParser
+from trl.rewards import accuracy_reward
+
+from trl_sketch.layers import SketchLinear
+
+
+EMBEDDED = Path(__file__).parent / "embedded"  # the YAML files of the embedded default
+FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+
+console = Console()
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+@dataclass
+class ScriptArguments:
+    """What a recipe needs beside the trainer's arguments and the method's."""
+
+    model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "Model on the Hub or folder. Default: the embedded one, a tiny model that sorts digits."},
+    )
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Dataset on the Hub, folder, or one json, jsonl, parquet or csv file, with the columns `prompt` (text "
+            "or chat) and `answer`. Needed with model_name_or_path."
+        },
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the dataset."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str = field(
+        default="test",
+        metadata={"help": "Split to evaluate on. A dataset without it has problems held out of training."},
+    )
+    rewards: list[str] = field(
+        default_factory=lambda: ["exact_match"],
+        metadata={
+            "help": "Reward functions: exact_match (the completion is the answer) or math (math-verify finds the answer "
+            "equal). The first is also the measure of accuracy."
+        },
+    )
+    num_eval_problems: int = field(
+        default=512, metadata={"help": "Held-out problems to evaluate on before and after training; 0: none."}
+    )
+    plot_file: str = field(default="reward.png", metadata={"help": "File of the reward curve, inside output_dir."})
+
+
+def parse_arguments(default_config: str, *method: type) -> tuple[Any, ...]:
+    """`ScriptArguments`, `GRPOConfig` and the method's own config, from the command line and a YAML file (`--config`).
+
+    Without `--config` and without a model of the user's, the YAML file is `embedded/<default_config>`.
+    """
+    arguments = sys.argv[1:]
+    if "--config" not in arguments and "--model_name_or_path" not in arguments:
+        arguments = ["--config", str(EMBEDDED / default_config), *arguments]
+    parser = TrlParser([ScriptArguments, GRPOConfig, *method])
+    parser.set_defaults(use_cpu=not torch.accelerator.is_available())
+    script, training, *rest = parser.parse_args_and_config(arguments)
+    if script.model_name_or_path and not script.dataset_name:
+        parser.error("--model_name_or_path needs --dataset_name: the embedded problems suit the embedded model only")
+    if script.dataset_name and not script.model_name_or_path:
+        parser.error("--dataset_name needs --model_name_or_path: the embedded model knows digits only")
+    unknown = [name for name in script.rewards if name not in REWARDS]
+    if unknown:
+        parser.error(f"--rewards {' '.join(unknown)}: it must be among {', '.join(REWARDS)}")
+    be_quiet()
+    return script, training, *rest
+
+
+def be_quiet() -> None:
+    """Errors only, and no bars but ours."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    logging.getLogger("trl").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="trl|transformers|torch|peft|accelerate")
+
+
+# ------------------------------------------------------------------------------------------------------------- rewards
+
+
+def math_reward(completions: list, answer: list[str], **kwargs: Any) -> list[float | None]:
+    """TRL reward function: 1.0 where math-verify finds the completion's final answer equal, 0.0 where not.
+
+    None, which leaves the example out, where `answer` is not a mathematical expression. Needs the package math-verify.
+    """
+    marked = [a if "$" in a or "\\boxed" in a else f"${a}$" for a in map(str, answer)]
+    return accuracy_reward([[{"content": completion_text(c)}] for c in completions], solution=marked)
+
+
+REWARDS: dict[str, Callable[..., list[float | None]]] = {"exact_match": exact_match, "math": math_reward}
+
+
+# ------------------------------------------------------------------------------------------------------ model and data
+
+
+@dataclass
+class Job:
+    """What is trained, on what, and how it is judged."""
+
+    model: str  # folder or Hub name, for the trainer to load
+    train: Dataset  # columns prompt and answer
+    held_out: list[dict[str, Any]]  # problems that are not in `train`
+    rewards: list[Callable[..., list[float | None]]]
+    title: str
+
+
+def prepare(script: ScriptArguments, training: GRPOConfig) -> Job:
+    """The embedded job, or the user's model and dataset."""
+    rewards = [REWARDS[name] for name in script.rewards]
+    if script.model_name_or_path:
+        train, held_out = load_problems(script)
+        title = f"{script.model_name_or_path} on {script.dataset_name}"
+        return Job(script.model_name_or_path, train, held_out, rewards, title)
+
+    torch.set_num_threads(1)  # a second thread makes so small a model slower, on a busy machine many times
+    with training.main_process_first(desc="warm start"):
+        model = warm_start_model(WarmStart(seed=training.seed), progress=training.process_index == 0)
+    train = Dataset.from_list(make_problems("train", 8192, seed=training.seed))
+    held_out = make_problems("held_out", script.num_eval_problems)
+    return Job(model, train, held_out, rewards, f"Sorting {DIGITS} digits, embedded model")
+
+
+def load_problems(script: ScriptArguments) -> tuple[Dataset, list[dict[str, Any]]]:
+    """The user's training problems and at most `num_eval_problems` held-out ones.
+
+    Raises:
+        ValueError: A split or a column is missing.
+    """
+    name = str(script.dataset_name)
+    builder = FILE_BUILDERS.get(Path(name).suffix)
+    if builder and Path(name).is_file():
+        data = load_dataset(builder, data_files={script.dataset_train_split: name})
+    else:
+        data = load_dataset(name, script.dataset_config)
+    assert isinstance(data, DatasetDict)
+    if script.dataset_train_split not in data:
+        raise ValueError(
+            f"{name} has no split {script.dataset_train_split!r}: set dataset_train_split to one of {[*data]}"
+        )
+    train = data[script.dataset_train_split]
+    missing = {"prompt", "answer"} - set(train.column_names)
+    if missing:
+        raise ValueError(
+            f"{name} lacks the columns {sorted(missing)}; it has {train.column_names}: rename or map them"
+        )
+    count = script.num_eval_problems
+    if script.dataset_test_split in data:
+        test = data[script.dataset_test_split]
+    elif count:
+        parts = train.train_test_split(test_size=min(count, math.ceil(len(train) / 10)), seed=0)
+        train, test = parts["train"], parts["test"]
+    return train, test.select(range(min(count, len(test)))).to_list() if count else []
+
+
+# ------------------------------------------------------------------------------------------------------------ progress
+
+
+class RewardBar(TrainerCallback):
+    """A progress bar with the reward of the last steps; a line for every tenth of the run where there is no terminal."""
+
+    def __init__(self) -> None:
+        self.bar = Progress(
+            TextColumn("GRPO"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            TextColumn("reward {task.fields[reward]:.2f}"),
+            console=console,
+        )
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        if state.is_world_process_zero:
+            self.task = self.bar.add_task("GRPO", total=state.max_steps, reward=0.0)
+            self.bar.start()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if state.is_world_process_zero:
+            self.bar.update(self.task, completed=state.global_step)
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if not state.is_world_process_zero or "reward" not in (logs or {}):
+            return
+        rewards = [log["reward"] for log in state.log_history[-10:] if "reward" in log]
+        mean = sum(rewards) / len(rewards)
+        self.bar.update(self.task, reward=mean)
+        if not console.is_terminal and state.global_step % max(1, state.max_steps // 10) == 0:
+            console.print(f"step {state.global_step}/{state.max_steps}  reward {mean:.2f}")
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        self.bar.stop()
+
+
+# ------------------------------------------------------------------------------------------------------------- the run
+
+
+@dataclass
+class Result:
+    """What a run reached."""
+
+    before: Accuracy | None  # None where there are no held-out problems
+    after: Accuracy | None
+    training_seconds: float
+
+
+def run(trainer: GRPOTrainer, job: Job) -> Result:
+    """Evaluate, train, evaluate again and save the model, with one progress bar."""
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(RewardBar())
+    before = accuracy(trainer, job)
+    start = perf_counter()
+    trainer.train()
+    seconds = perf_counter() - start
+    after = accuracy(trainer, job)
+    trainer.save_model()
+    return Result(before, after, seconds)
+
+
+def accuracy(trainer: GRPOTrainer, job: Job) -> Accuracy | None:
+    """Accuracy of the trainer's model on the held-out problems."""
+    if not job.held_out:
+        return None
+    return evaluate(
+        trainer.model,
+        trainer.processing_class,
+        job.held_out,
+        reward=job.rewards[0],
+        max_new_tokens=trainer.args.max_completion_length,
+        batch_size=trainer.args.per_device_eval_batch_size,
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def matrix_shapes(model: nn.Module, rank: int) -> list[tuple[int, int, int]]:
+    """(outputs, inputs, rank) of the matrices that a sketch trains: by default every linear layer but the LM head."""
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and ".lora_" not in name}
+    sketched = [m for m in linears.values() if isinstance(m, SketchLinear)]
+    if sketched:
+        return [(m.out_features, m.in_features, m.group.rank) for m in sketched]
+    head = model.get_output_embeddings()
+    others = [m for m in linears.values() if m is not head]
+    return [(m.out_features, m.in_features, min(rank, m.in_features)) for m in others]
+
+
+def state_bytes(shapes: list[tuple[int, int, int]]) -> dict[str, tuple[int, int]]:
+    """Bytes of (weights, training state) that each method needs for matrices of these (outputs, inputs, rank).
+
+    Dense AdamW keeps fp32 weights, and a gradient and two moments of the same size. LoRA keeps bf16 weights, and in fp32
+    the adapter, its gradient and two moments. A sketch keeps bf16 weights, and in fp32 the sketch and, for RowAdam, one
+    number per row. Activations, and parameters outside these matrices, are not counted.
+    """
+    weights = sum(d * k for d, k, _ in shapes)
+    return {
+        "sketch": (2 * weights, sum(4 * d * r + 4 * d for d, _, r in shapes)),
+        "lora": (2 * weights, sum(16 * r * (d + k) for d, k, r in shapes)),
+        "dense": (4 * weights, 12 * weights),
+    }
+
+
+def report(
+    method: str, rank: int, trains: str, trainer: GRPOTrainer, job: Job, result: Result, plot_file: str
+) -> None:
+    """Print accuracies, training state, time and files; write the plot and `result.json` into the output folder.
+
+    Args:
+        method: `sketch`, `lora` or `dense`.
+        rank: Of the sketch or the adapter; for `dense`, the one that the others are compared at.
+        trains: Which parameters this run trained, in words.
+    """
+    if not trainer.is_world_process_zero():
+        return
+    output = Path(trainer.args.output_dir)
+    plot(trainer.state.log_history, job, result, output / plot_file)
+    (output / "result.json").write_text(
+        json.dumps({"method": method, "rank": rank, **asdict(result)}, indent=2) + "\n"
+    )
+
+    if result.before and result.after:
+        table = Table(title=job.title, title_justify="left")
+        table.add_column(f"right on {len(job.held_out)} held-out problems")
+        table.add_column("before", justify="right")
+        table.add_column("after", justify="right", style="bold")
+        table.add_row("greedy", f"{result.before.greedy:.1%}", f"{result.after.greedy:.1%}")
+        table.add_row("sampled at temperature 1", f"{result.before.sampled:.1%}", f"{result.after.sampled:.1%}")
+        console.print(table)
+
+    names = {"sketch": "gradient sketch", "lora": "LoRA", "dense": "dense AdamW"}
+    table = Table(title=f"Bytes for the attention and MLP matrices, rank {rank}", title_justify="left")
+    table.add_column("")
+    for column in ("weights", "training state", "together"):
+        table.add_column(column, justify="right")
+    for name, (weights, state) in state_bytes(matrix_shapes(trainer.model, rank)).items():
+        cells = [names[name], f"{weights:,}", f"{state:,}", f"{weights + state:,}"]
+        table.add_row(*cells, style="bold" if name == method else None)
+    console.print(table)
+
+    console.print(f"Trained  {trains}")
+    console.print(f"Time     {result.training_seconds:.0f} s for {trainer.state.global_step} steps")
+    console.print(f"Model    {output}")
+    console.print(f"Plot     {output / plot_file}")
+
+
+def plot(log_history: list[dict[str, Any]], job: Job, result: Result, file: Path) -> None:
+    """Write the reward curve; below it, if the run logged them, the step control's predicted KL, its budget and α."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = [log["step"] for log in log_history if "reward" in log]
+    rewards = [log["reward"] for log in log_history if "reward" in log]
+    windows = [rewards[max(0, i - 5) : i + 6] for i in range(len(rewards))]
+    smooth = [sum(window) / len(window) for window in windows]
+    controlled = [log for log in log_history if "sketch/predicted_kl" in log]
+
+    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25})
+    figure, axes = plt.subplots(
+        2 if controlled else 1, sharex=True, squeeze=False, figsize=(8, 7 if controlled else 4.5), layout="constrained"
+    )
+    top = axes[0, 0]
+    top.plot(steps, rewards, color="tab:blue", alpha=0.3, linewidth=1, label="reward of a step")
+    top.plot(steps, smooth, color="tab:blue", linewidth=2.2, label="mean of 11 steps around it")
+    if result.before and result.after:
+        for kind, marker, color in (("greedy", "o", "tab:orange"), ("sampled", "D", "tab:green")):
+            start, end = getattr(result.before, kind), getattr(result.after, kind)
+            label = f"held-out, {kind}: {start:.0%} → {end:.0%}"
+            top.plot(
+                [0, steps[-1]], [start, end], marker, color=color, markersize=9, clip_on=False, zorder=3, label=label
+            )
+    top.set(title=job.title, ylabel="reward", xlim=(0, steps[-1]))
+    if max(rewards) <= 1 and min(rewards) >= 0:
+        top.set_ylim(0, 1)
+    top.legend(loc="lower right", frameon=False)
+
+    if controlled:
+        bottom = axes[1, 0]
+        x = [log["step"] for log in controlled]
+        bottom.plot(x, [log["sketch/predicted_kl"] for log in controlled], color="tab:purple", label="predicted KL")
+        if "sketch/kl_budget" in controlled[0]:
+            budget = [log["sketch/kl_budget"] for log in controlled]
+            bottom.plot(x, budget, color="black", linestyle="--", label="KL budget")
+        bottom.set(yscale="log", ylabel="KL per step")
+        right = bottom.twinx()
+        right.plot(x, [log["sketch/alpha"] for log in controlled], color="tab:red", alpha=0.7, label="α (right)")
+        right.set(ylabel="α", ylim=(0, None))
+        right.grid(False)
+        lines = bottom.get_lines() + right.get_lines()
+        bottom.legend(lines, [line.get_label() for line in lines], loc="upper right", frameon=False, ncols=3)
+    axes[-1, 0].set_xlabel("optimizer step")
+    figure.savefig(file, dpi=130)
+    plt.close(figure)

@@ -180,15 +180,15 @@ def test_twenty_steps_match_the_reference(update_rule, norm, update_ratio, proje
             if not factor.any():
                 assert torch.equal(model.get_submodule(name).weight, before[name]), (step, name)
                 continue
-            got = moved[name] @ torch.linalg.pinv(projections[name])
-            # Half a step of the int8 grid is at most 1/127 of the row's largest entry.
-            bound = factor.abs().amax(dim=1, keepdim=True) / 127 * 1.001 + 1e-12
-            assert torch.all((got - factor).abs() <= bound), (step, name)
-            assert (
-                got - factor @ (projections[name] @ torch.linalg.pinv(projections[name]))
-            ).norm() < 0.02 * factor.norm()
-            dot += (got * factor).sum().item()
-            square += (factor**2).sum().item()
+            dense = factor @ projections[name]
+            assert (moved[name] - dense).norm() < 0.02 * dense.norm(), (step, name)
+            if torch.linalg.cond(projections[name]) < 100:  # signs may have a row that others add up to
+                got = moved[name] @ torch.linalg.pinv(projections[name])
+                # Half a step of the int8 grid is at most 1/127 of the row's largest entry.
+                bound = factor.abs().amax(dim=1, keepdim=True) / 127 * 1.001 + 1e-12
+                assert torch.all((got - factor).abs() <= bound), (step, name)
+            dot += (moved[name] * dense).sum().item()
+            square += (dense**2).sum().item()
         if step == 9 and update_rule != "adam":
             assert square == 0
         else:

@@ -234,7 +234,7 @@ def test_mean_of_AtA_is_the_identity(kind):
         standard_error.fill_diagonal_(1)
     assert torch.all(error.abs() < 4.5 * standard_error)
     off = ~torch.eye(in_features, dtype=torch.bool)
-    assert 0.6 < ((error / standard_error)[off] ** 2).mean() < 1.5  # the entries spread as chance has it
+    assert 0.4 < ((error / standard_error)[off] ** 2).mean() < 1.8  # the entries spread as chance has it
 
 
 def cosine(gradient: torch.Tensor, a: torch.Tensor) -> float:

@@ -228,7 +228,7 @@ def test_other_configs_are_refused(make: Callable[..., Any]) -> None:
 
 def test_peft_model_is_refused(make: Callable[..., Any], policy_folder: str) -> None:
     model = get_peft_model(load(policy_folder), LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="merge_and_unload"):
+    with pytest.raises(ValueError, match=r"PeftModel.*merge_and_unload.*trl\.GRPOTrainer"):
         make(model=model)
 
 
@@ -776,6 +776,17 @@ def test_checkpoints_and_resume(
     assert recorder.at("step_begin", recorder.keys)[2:] == resumed_recorder.at("step_begin", resumed_recorder.keys)
     assert_same(weights(whole.model), weights(resumed.model))
     assert logged(resumed, "grad_norm") == logged(whole, "grad_norm")
+
+
+def test_a_resumed_run_keeps_its_projections(make: Callable[..., Any], tmp_path: Path) -> None:
+    """The seed of the projections is that of the checkpoint, also where the script's seed has changed."""
+    train(make(seed=1, max_steps=1, save_strategy="steps", save_steps=1))
+    recorder = Recorder()
+    resumed = make(seed=2, max_steps=2, callbacks=[recorder])
+    train(resumed, resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    whole = Recorder()
+    train(make(seed=1, max_steps=2, callbacks=[whole]))
+    assert recorder.at("step_begin", recorder.keys) == whole.at("step_begin", whole.keys)[1:]
 
 
 def save_and_compare(trainer: Any, folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:

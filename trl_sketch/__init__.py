@@ -11,6 +11,7 @@ trainer.train()
 from typing import TYPE_CHECKING, Any
 
 from .config import SketchConfig
+from .kl import predicted_kl
 from .model import get_sketch_model
 from .optimizer import SketchOptimizer
 from .projection import make_projection
@@ -31,6 +32,7 @@ __all__ = [
     "SketchUpdate",
     "get_sketch_model",
     "make_projection",
+    "predicted_kl",
 ]
 
 

@@ -1,16 +1,23 @@
 """`SketchCallback`: the work between the last backward of an optimizer step and `optimizer.step()`, and its metrics."""
 
+import logging
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+import torch
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from . import kl
 from .optimizer import SketchOptimizer
+from .probe import InputRecorder, Inputs
+
+
+logger = logging.getLogger(__name__)
 
 
 class SketchCallback(TrainerCallback):
-    """Proposes the update, clips, and adds `sketch/*` and `grad_norm` to the trainer's log.
+    """Proposes the update, clips, scales it to the KL budget, and adds `sketch/*` and `grad_norm` to the trainer's log.
 
     [`SketchGRPOTrainer`] adds it by itself. Other trainers take it beside a [`SketchOptimizer`]:
 
@@ -29,15 +36,35 @@ class SketchCallback(TrainerCallback):
     def __init__(self, trainer: Trainer | None = None) -> None:
         self.trainer = trainer
         self._metrics: dict[str, list[float]] = defaultdict(list)
+        self._recorder: InputRecorder | None = None
+        self._method: str | None = None  # of the KL probe, once it is known what works
+        self._before: tuple[list[Inputs], list[torch.Tensor]] | None = None  # an update whose KL is to be measured
+        self._measured_rollout: Any = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._optimizer(kwargs)
+        config = self._optimizer(kwargs).config
         if self.trainer is not None:
             callbacks = self.trainer.callback_handler.callbacks
             callbacks.remove(self)
             callbacks.insert(0, self)
+        if config.kl_budget is not None:
+            self._recorder = InputRecorder(kwargs["model"], config.kl_probe_responses)
+            truncated = {name: getattr(args, name, None) for name in ("top_p", "top_k", "min_p")}
+            if config.mismatch_subtraction and _truncates(truncated) and getattr(args, "use_vllm", False):
+                logger.warning(
+                    "mismatch_subtraction compares log-probabilities of truncated sampling (%s) with the trainer's, which "
+                    "are not truncated: the measured mismatch is too large. Set mismatch_subtraction=False.",
+                    ", ".join(f"{name}={value}" for name, value in truncated.items()),
+                )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._recorder is not None:
+            self._recorder.remove()
+            self._recorder = None
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -46,7 +73,96 @@ class SketchCallback(TrainerCallback):
         optimizer.propose(max_grad_norm=args.max_grad_norm)
         assert optimizer.grad_norm is not None and optimizer.update_ratio is not None
         self._metrics["grad_norm"].append(optimizer.grad_norm.item())
-        self._metrics["sketch/update_ratio"].append(optimizer.update_ratio.item())
+        alpha = 1.0 if self._recorder is None else self._scale(optimizer, args, state, kwargs["model"])
+        self._metrics["sketch/update_ratio"].append(alpha * optimizer.update_ratio.item())
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._before is not None:
+            batches, states = self._before
+            self._before = None
+            config = self._optimizer(kwargs).config
+            realized = kl.realized_kl(
+                kwargs["model"],
+                batches,
+                states,
+                temperature=getattr(args, "temperature", 1.0),
+                max_tokens=config.kl_probe_max_tokens,
+            )
+            self._metrics["sketch/realized_kl"].append(realized)
+
+    def _scale(
+        self, optimizer: SketchOptimizer, args: TrainingArguments, state: TrainerState, model: PreTrainedModel
+    ) -> float:
+        """Scale the proposal to the KL budget; returns α."""
+        assert self._recorder is not None
+        if not self._recorder.saw_forward:
+            raise RuntimeError(
+                "kl_budget needs the inputs of the model's forward, and none were seen (they must be passed by name): set "
+                "kl_budget=None to train without KL control"
+            )
+        config = optimizer.config
+        assert config.kl_budget is not None and config.kl_budget_final is not None
+        batches = self._recorder.take()
+        q = self._predict(optimizer, args, model, batches)
+        step = optimizer.sketches.step + 1
+        budget = kl.kl_budget(
+            step,
+            start=config.kl_budget,
+            final=config.kl_budget_final,
+            steps=config.kl_schedule_steps or state.max_steps,
+            schedule=config.kl_schedule,
+        )
+        if config.mismatch_subtraction and self._update_mismatch(optimizer):
+            budget = kl.effective_budget(budget, optimizer.mismatch, config.mismatch_floor)
+        alpha = kl.step_scale(q, budget, config.alpha_max)
+        optimizer.scale(alpha)
+        self._metrics["sketch/alpha"].append(alpha)
+        self._metrics["sketch/predicted_kl"].append(alpha**2 * q)
+        self._metrics["sketch/kl_budget"].append(budget)
+        if config.log_realized_kl and step % config.log_realized_kl == 0:
+            self._before = batches, kl.reference_states(model, batches, max_tokens=config.kl_probe_max_tokens)
+        return alpha
+
+    def _predict(
+        self, optimizer: SketchOptimizer, args: TrainingArguments, model: PreTrainedModel, batches: list[Inputs]
+    ) -> float:
+        """q of the proposal, by the method that is asked for, or that the model supports."""
+        config = optimizer.config
+        assert optimizer.update_ratio is not None
+        arguments: dict[str, Any] = {
+            "temperature": getattr(args, "temperature", 1.0),
+            "update_ratio": optimizer.update_ratio.item(),
+            "max_tokens": config.kl_probe_max_tokens,
+            "autocast_dtype": torch.bfloat16 if args.bf16 else None,
+        }
+        if self._method is None and config.kl_probe == "auto":
+            self._method = "jvp"
+            try:
+                return kl.predicted_kl(model, batches, method="jvp", **arguments)
+            except torch.OutOfMemoryError:
+                raise
+            except (NotImplementedError, RuntimeError) as error:
+                logger.warning(
+                    "KL probe: finite_difference in fp32, because jvp does not work on this model: %s", error
+                )
+                self._method = "finite_difference"
+        return kl.predicted_kl(model, batches, method=self._method or config.kl_probe, **arguments)
+
+    def _update_mismatch(self, optimizer: SketchOptimizer) -> bool:
+        """Average a new measurement into κ, once per rollout; returns whether there is a κ."""
+        rollout = getattr(self.trainer, "_buffered_inputs", None)
+        if rollout is not None and rollout is not self._measured_rollout:
+            self._measured_rollout = rollout
+            measured = kl.measure_mismatch(rollout, getattr(self.trainer, "eos_token_ids", []))
+            if measured is not None:
+                weight = optimizer.config.mismatch_ema if optimizer.mismatch is not None else 1.0
+                optimizer.mismatch = (1 - weight) * (optimizer.mismatch or 0.0) + weight * measured
+        if optimizer.mismatch is None:
+            return False
+        self._metrics["sketch/mismatch"].append(optimizer.mismatch)
+        return True
 
     def on_log(
         self,
@@ -79,3 +195,10 @@ class SketchCallback(TrainerCallback):
                 "optimizers=(SketchOptimizer(model, lr=args.learning_rate), None) to the trainer"
             )
         return inner
+
+
+def _truncates(sampling: dict[str, Any]) -> bool:
+    top_p, top_k, min_p = sampling["top_p"], sampling["top_k"], sampling["min_p"]
+    return bool(
+        (top_p is not None and top_p < 1) or (top_k is not None and top_k > 0) or (min_p is not None and min_p > 0)
+    )

@@ -1,6 +1,7 @@
 """`SketchConfig`: what is sketched, how, and how a sketch becomes an update."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from .projection import PROJECTIONS
 _REGULAR_EXPRESSION = set(r"\^$*+?{}[]|()")  # characters that tell one from a name
 CONFIG_NAME = "sketch_config.json"
 UPDATE_RULES = ("row_adam", "sgd", "adam")
+PROBES = ("auto", "jvp", "finite_difference")
+SCHEDULES = ("cosine", "constant")
 NORMS = ("global", "matrix", "none")
 WEIGHT_PRECISIONS = ("auto", "bf16", "fp32")
 
@@ -116,6 +119,65 @@ class SketchConfig:
             "choices": list(WEIGHT_PRECISIONS),
         },
     )
+    kl_budget: float | None = field(
+        default=2e-4,
+        metadata={
+            "help": "Predicted KL divergence from the policy before an update to the policy after it, in nats per token, "
+            "that each update is scaled to. None: no control. The default is for large models at an update ratio near "
+            "6e-5; a tiny model that takes large steps needs more."
+        },
+    )
+    kl_budget_final: float | None = field(
+        default=2e-5, metadata={"help": "Budget at the end of the schedule. None: a tenth of `kl_budget`."}
+    )
+    kl_schedule: str = field(
+        default="cosine",
+        metadata={
+            "help": "Course of the budget: cosine (from kl_budget to kl_budget_final) or constant (kl_budget).",
+            "choices": list(SCHEDULES),
+        },
+    )
+    kl_schedule_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "Optimizer steps of the schedule, after which the budget stays. Default: the whole training."
+        },
+    )
+    kl_probe: str = field(
+        default="auto",
+        metadata={
+            "help": "How the KL is predicted: jvp (forward-mode differentiation), finite_difference (two fp32 passes), or "
+            "auto (jvp where the model supports it).",
+            "choices": list(PROBES),
+        },
+    )
+    kl_probe_responses: int = field(
+        default=2,
+        metadata={"help": "Responses of each rank that an update is probed on, the first ones of its batch."},
+    )
+    kl_probe_max_tokens: int = field(
+        default=4096, metadata={"help": "Tokens of each response that are probed at most."}
+    )
+    alpha_max: float = field(default=3.0, metadata={"help": "Largest factor by which an update may be enlarged."})
+    log_realized_kl: int = field(
+        default=0,
+        metadata={
+            "help": "Every so many optimizer steps, measure the KL divergence that the update really caused and log it "
+            "as sketch/realized_kl (two more forward passes in fp32). 0: never."
+        },
+    )
+    mismatch_subtraction: bool = field(
+        default=True,
+        metadata={
+            "help": "Subtract the mismatch between rollout and trainer log-probabilities from the budget (vLLM)."
+        },
+    )
+    mismatch_ema: float = field(
+        default=0.3, metadata={"help": "Weight of a new measurement in the mismatch's average."}
+    )
+    mismatch_floor: float = field(
+        default=0.5, metadata={"help": "Share of the budget that the subtraction always leaves."}
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.rank_pattern, str):
@@ -150,6 +212,31 @@ class SketchConfig:
         self._check("beta1", 0 <= self.beta1 < 1, "in [0, 1)")
         self._check("beta2", 0 <= self.beta2 < 1, "in [0, 1)")
         self._check("relative_epsilon", 0 <= self.relative_epsilon < 1, "in [0, 1)")
+        self._check_choice("kl_schedule", SCHEDULES)
+        self._check_choice("kl_probe", PROBES)
+        self._check(
+            "kl_budget", self.kl_budget is None or 0 < self.kl_budget < math.inf, "None or positive and finite"
+        )
+        if self.kl_budget is not None:
+            if self.kl_budget_final is None:
+                self.kl_budget_final = self.kl_budget / 10
+            self._check("kl_budget_final", self.kl_budget_final > 0, "None or positive")
+            if self.kl_schedule == "cosine" and self.kl_budget_final > self.kl_budget:
+                raise ValueError(
+                    f"kl_budget_final={self.kl_budget_final} is above kl_budget={self.kl_budget}: a budget may only fall. "
+                    "Lower it, leave it None (a tenth of kl_budget), or set kl_schedule='constant'"
+                )
+        self._check(
+            "kl_schedule_steps",
+            self.kl_schedule_steps is None or _is_positive_int(self.kl_schedule_steps),
+            "None or a positive number of steps",
+        )
+        self._check("kl_probe_responses", _is_positive_int(self.kl_probe_responses), "a positive integer")
+        self._check("kl_probe_max_tokens", _is_positive_int(self.kl_probe_max_tokens), "a positive integer")
+        self._check("alpha_max", 0 < self.alpha_max < math.inf, "positive and finite")
+        self._check("log_realized_kl", int(self.log_realized_kl) >= 0, "a number of steps, or 0 for never")
+        self._check("mismatch_ema", 0 < self.mismatch_ema <= 1, "in (0, 1]")
+        self._check("mismatch_floor", 0 < self.mismatch_floor <= 1, "in (0, 1]")
         if self.update_rule == "adam" and self.refresh != "never":
             raise ValueError(
                 f"update_rule='adam' keeps moments of the sketch, which mean nothing under another projection: set "
@@ -178,7 +265,12 @@ class SketchConfig:
     @classmethod
     def logra(cls, **kwargs: Any) -> "SketchConfig":
         """The LoGRA paper's main setting (appendix D, table 4); keyword arguments override it."""
-        settings: dict[str, Any] = {"rank": 256, "projection": "rademacher", "share_projection": False}
+        settings: dict[str, Any] = {
+            "rank": 256,
+            "projection": "rademacher",
+            "share_projection": False,
+            "kl_schedule_steps": 300,
+        }
         return cls(**settings | kwargs)
 
     @classmethod
@@ -191,6 +283,7 @@ class SketchConfig:
             "update_rule": "sgd",
             "norm": "matrix",
             "weight_precision": "fp32",
+            "kl_budget": None,
         }
         return cls(**settings | kwargs)
 

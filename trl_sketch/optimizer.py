@@ -54,6 +54,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         self._moments: dict[str, torch.Tensor] = {}
         self.grad_norm: torch.Tensor | None = None
         self.update_ratio: torch.Tensor | None = None
+        self.mismatch: float | None = None  # κ of the KL budget, smoothed; here to be saved with the optimizer
         _ = self.sketches.flat  # allocated here and not in the first backward, which may be compiled
         super().__init__([layer.weight for layer in self.layers], defaults={"lr": lr, "initial_lr": lr})
 
@@ -225,6 +226,7 @@ class SketchOptimizer(torch.optim.Optimizer):
             "format_version": STATE_FORMAT_VERSION,
             "step": self.sketches.step,
             "seed": self.sketches.seed,
+            "mismatch": self.mismatch,
             "moments": moments,
         }
         return super().state_dict() | {"sketch": sketch}
@@ -256,6 +258,7 @@ class SketchOptimizer(torch.optim.Optimizer):
                     )
                 part.copy_(parts[name])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "sketch"})
+        self.mismatch = sketch["mismatch"]
         self.sketches.seed = sketch["seed"]
         self.sketches.set_step(sketch["step"])
 

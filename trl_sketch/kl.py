@@ -1,0 +1,282 @@
+"""Predicted KL of a proposed update, and the budget that scales it (LoGRA, section 2.3 and appendices A and D.1)."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from . import probe
+from .probe import Inputs
+
+
+_POSITIONS = 1024  # probed positions that go through the LM head together
+_VOCABULARY = 8192  # rows of the LM head that are upcast together
+
+
+def kl_budget(step: int, *, start: float, final: float, steps: int, schedule: str = "cosine") -> float:
+    """Budget δ of an optimizer step (LoGRA, equation 16), in nats per predicted token.
+
+    Args:
+        step: u, counted from 1.
+        start: δ_max, the budget of step 1.
+        final: δ_min, reached at step `steps` and kept from there.
+        steps: H, the horizon.
+        schedule: `cosine`, or `constant` (always `start`).
+    """
+    if schedule == "constant":
+        return start
+    course = min(1.0, (step - 1) / (steps - 1)) if steps > 1 else 1.0
+    return final + (start - final) / 2 * (1 + math.cos(math.pi * course))
+
+
+def step_scale(q: float, budget: float, alpha_max: float) -> float:
+    """α = min(α_max, √(δ/q)) (LoGRA, equation 7); 1 for q = 0, which must not enlarge a step.
+
+    Raises:
+        FloatingPointError: q is negative or not finite.
+    """
+    if not 0 <= q < math.inf:
+        raise FloatingPointError(f"the predicted KL of the proposed update is {q}. No weight has been changed")
+    return 1.0 if q == 0 else min(alpha_max, math.sqrt(budget / q))
+
+
+def effective_budget(budget: float, mismatch: float | None, floor: float) -> float:
+    """max(δ - κ, floor·δ) (LoGRA, equation 17); δ where there is no measurement κ of the mismatch."""
+    return budget if mismatch is None else max(budget - max(mismatch, 0.0), floor * budget)
+
+
+def measure_mismatch(batches: Sequence[dict[str, Any]], eos_token_ids: Sequence[int]) -> float | None:
+    """Mean of rollout minus trainer log-probability over the tokens of completed responses, clamped at 0; or `None`.
+
+    Every rank of a process group must call this. A response is completed if its last token ends it; one that was cut
+    off at the length limit is left out.
+
+    Args:
+        batches: TRL's, with `completion_ids`, `completion_mask`, `sampling_per_token_logps` and `old_per_token_logps`,
+            each `(batch, length)`.
+        eos_token_ids: Tokens that end a response.
+    """
+    total = torch.zeros(2, dtype=torch.float64)
+    for batch in batches:
+        sampled, trained = batch.get("sampling_per_token_logps"), batch.get("old_per_token_logps")
+        if sampled is None or trained is None:
+            continue
+        ids, mask = batch["completion_ids"], batch["completion_mask"].bool()
+        last = (mask.shape[1] - 1 - mask.flip(1).int().argmax(dim=1)).clamp_min(0)
+        is_complete = torch.isin(ids.gather(1, last[:, None]), torch.tensor(list(eos_token_ids), device=ids.device))
+        difference = (sampled - trained).double()
+        counted = mask & is_complete & difference.isfinite()
+        if batch.get("tool_mask") is not None:
+            counted &= batch["tool_mask"].bool()
+        total += torch.stack([difference[counted].sum(), counted.sum().double()]).cpu()
+    value, count = _sum_over_ranks(total, batches[0]["completion_ids"].device if batches else total.device)
+    return max(value / count, 0.0) if count else None
+
+
+def predicted_kl(
+    model: PreTrainedModel,
+    batches: Inputs | Sequence[Inputs],
+    *,
+    temperature: float = 1.0,
+    method: str = "jvp",
+    update_ratio: float = 0.0,
+    max_tokens: int | None = None,
+    autocast_dtype: torch.dtype | None = None,
+) -> float:
+    """q(D): the KL divergence that the proposed update causes per predicted token, to second order (LoGRA, equation 6).
+
+    The proposal is that of [`SketchOptimizer.propose`] at α = 1; scaled by α it causes α²q. No weight, gradient, buffer,
+    mode or random state of the model changes. Every rank of a process group must call this; the result averages over
+    the positions of all of them.
+
+    Args:
+        model: A causal language model with a proposed update.
+        batches: Arguments of the model's forward, or several of them. The contexts are the positions whose next label
+            is not -100; without labels, those of the attention mask.
+        temperature: T, of the sampling.
+        method: `jvp` or `finite_difference`.
+        update_ratio: ‖ΔW‖ / ‖W‖ of the proposal (`finite_difference`).
+        max_tokens: Use at most this many positions of each response, the first ones.
+        autocast_dtype: The type that the model is trained in by autocast, if it is (`jvp`).
+
+    Raises:
+        NotImplementedError: `jvp`, and an operation of the model has no forward-mode derivative.
+    """
+    total = torch.zeros(2, dtype=torch.float64)
+    for inputs in [batches] if isinstance(batches, dict) else batches:
+        inputs, positions = probed_positions(inputs, max_tokens)
+        if method == "jvp":
+            h, rate = probe.jvp(model, inputs, autocast_dtype)
+        else:
+            h, rate = probe.finite_difference(model, inputs, update_ratio)
+        variances = _score_variance(model, h[positions], rate[positions], temperature)
+        total += torch.stack([variances.sum(), torch.tensor(float(len(variances)))]).double()
+    return _mean_over_ranks(total, model) / (2 * temperature**2)
+
+
+def realized_kl(
+    model: PreTrainedModel,
+    batches: Sequence[Inputs],
+    before: Sequence[torch.Tensor],
+    *,
+    temperature: float = 1.0,
+    max_tokens: int | None = None,
+) -> float:
+    """KL divergence per predicted token from the policy that had the hidden states `before` to the present one.
+
+    Args:
+        model: The model, after its update.
+        batches: Arguments of the model's forward.
+        before: [`reference_states`] of each of them, from before the update.
+        temperature: T.
+        max_tokens: As it was for `before`.
+    """
+    total = torch.zeros(2, dtype=torch.float64)
+    for old, new in zip(before, reference_states(model, batches, max_tokens=max_tokens), strict=True):
+        divergence = _divergence(model, old, new - old, temperature)
+        total += torch.stack([divergence.sum(), torch.tensor(float(len(divergence)))]).double()
+    return _mean_over_ranks(total, model)
+
+
+def reference_states(
+    model: PreTrainedModel, batches: Sequence[Inputs], *, max_tokens: int | None = None
+) -> list[torch.Tensor]:
+    """Hidden states `(positions, width)` at the probed positions of each batch, in fp32 arithmetic."""
+    states = []
+    for inputs in batches:
+        inputs, positions = probed_positions(inputs, max_tokens)
+        states.append(probe.hidden_states(model, inputs)[positions])
+    return states
+
+
+def probed_positions(inputs: Inputs, max_tokens: int | None = None) -> tuple[Inputs, torch.Tensor]:
+    """The inputs, cut behind the last context that is needed, and a bool mask `(batch, length)` of the contexts."""
+    ids = inputs["input_ids"]
+    if inputs.get("shift_labels") is not None:
+        valid = inputs["shift_labels"] != -100
+    else:
+        labels = inputs.get("labels")
+        if labels is None:
+            mask = inputs.get("attention_mask")
+            labels = ids if mask is None or mask.ndim != 2 else ids.masked_fill(mask == 0, -100)
+        valid = F.pad(labels[:, 1:] != -100, (0, 1))
+    if max_tokens is not None:
+        valid = valid & (valid.cumsum(dim=1) <= max_tokens)
+    columns = valid.any(dim=0).nonzero()
+    length = int(columns[-1]) + 1 if len(columns) else 1
+    is_cut = {
+        name: isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[:2] == ids.shape
+        for name, value in inputs.items()
+    }
+    cut = {name: value[:, :length] if is_cut[name] else value for name, value in inputs.items()}
+    return cut, valid[:, :length]
+
+
+# ---------------------------------------------------------------------- through the LM head, in chunks
+
+
+def _score_variance(model: PreTrainedModel, h: torch.Tensor, rate: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Var_{v∼p}[ż_v] of each context, float64 `(positions,)` on the CPU, from `h` and `ḣ (positions, width)`."""
+    softcap = _logit_softcap(model)
+    results = []
+    for h_part, rate_part in zip(h.split(_POSITIONS), rate.split(_POSITIONS), strict=True):
+        moments = _Moments(2)
+        for z, dz in _scores(model, h_part, rate_part):
+            if softcap is not None:
+                z = softcap * torch.tanh(z / softcap)
+                dz = dz * (1 - (z / softcap).square())
+            moments.add(z / temperature, dz, dz.square())
+        mean, square = moments.means()
+        results.append((square - mean.square()).cpu())
+    return torch.cat(results) if results else torch.zeros(0, dtype=torch.float64)
+
+
+def _divergence(model: PreTrainedModel, h: torch.Tensor, change: torch.Tensor, temperature: float) -> torch.Tensor:
+    """KL(p(h) ‖ p(h + change)) of each context, float64 `(positions,)` on the CPU.
+
+    With d the change of the scores over T it is log E_p[e^d] − E_p[d]; small differences of large numbers are avoided.
+    """
+    softcap = _logit_softcap(model)
+    results = []
+    for h_part, change_part in zip(h.split(_POSITIONS), change.split(_POSITIONS), strict=True):
+        moments = _Moments(2)
+        for z, dz in _scores(model, h_part, change_part):
+            if softcap is not None:
+                new = softcap * torch.tanh((z + dz) / softcap)
+                z = softcap * torch.tanh(z / softcap)
+                dz = new - z
+            dz = dz / temperature
+            moments.add(z / temperature, dz, torch.expm1(dz) - dz)
+        mean, excess = moments.means()
+        results.append((torch.log1p(mean + excess) - mean).cpu())
+    return torch.cat(results) if results else torch.zeros(0, dtype=torch.float64)
+
+
+class _Moments:
+    """Means under softmax(z) of some quantities, over chunks of the vocabulary, with a running maximum."""
+
+    def __init__(self, quantities: int) -> None:
+        self.quantities = quantities
+        self.maximum: torch.Tensor | None = None
+
+    def add(self, z: torch.Tensor, *quantities: torch.Tensor) -> None:
+        """Add a chunk: scores `(positions, chunk)` and quantities of the same shape."""
+        top = z.amax(dim=1)
+        if self.maximum is None:
+            self.maximum = top
+            self.sums = torch.zeros(self.quantities + 1, len(z), dtype=torch.float64, device=z.device)
+        maximum = torch.maximum(self.maximum, top)
+        self.sums *= torch.exp((self.maximum - maximum).double())
+        weight = torch.exp(z - maximum[:, None])
+        self.sums += torch.stack([weight.sum(dim=1), *((weight * q).sum(dim=1) for q in quantities)]).double()
+        self.maximum = maximum
+
+    def means(self) -> torch.Tensor:
+        """float64 `(quantities, positions)`."""
+        return self.sums[1:] / self.sums[0]
+
+
+def _scores(model: PreTrainedModel, h: torch.Tensor, dh: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Scores and their change `(positions, chunk)` in fp32, a chunk of the vocabulary at a time."""
+    head: Any = model.get_output_embeddings()
+    weight, bias = head.weight.detach(), getattr(head, "bias", None)
+    scale = _logit_scale(model)
+    h, dh = h.float(), dh.float()
+    for start in range(0, weight.shape[0], _VOCABULARY):
+        rows = weight[start : start + _VOCABULARY].float()
+        z = F.linear(h, rows, None if bias is None else bias.detach()[start : start + _VOCABULARY].float())
+        yield z.mul_(scale), F.linear(dh, rows).mul_(scale)
+
+
+def _logit_softcap(model: PreTrainedModel) -> float | None:
+    return getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+
+def _logit_scale(model: PreTrainedModel) -> float:
+    """The factor that some architectures apply to their logits."""
+    config = model.config.get_text_config()
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling is None:
+        return 1.0
+    return scaling if config.model_type == "hyperclovax" else 1 / scaling
+
+
+def _mean_over_ranks(total: torch.Tensor, model: nn.Module) -> float:
+    """total[0] / total[1] over all ranks; 0 without positions."""
+    value, count = _sum_over_ranks(total, next(model.parameters()).device)
+    return value / count if count else 0.0
+
+
+def _sum_over_ranks(total: torch.Tensor, device: torch.device) -> list[float]:
+    if dist.is_available() and dist.is_initialized():
+        total = total.to(device)
+        dist.all_reduce(total)
+    return total.tolist()

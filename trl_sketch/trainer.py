@@ -102,6 +102,11 @@ class SketchGRPOTrainer(GRPOTrainer):
                 optimizers=optimizers,
                 **kwargs,
             )
+        if self.accelerator.num_processes > 1:
+            raise ValueError(
+                f"SketchGRPOTrainer runs in one process so far, and this run has {self.accelerator.num_processes}: start it "
+                "with `accelerate launch --num_processes 1`"
+            )
         policy: Any = self.model
         if not _is_sketched(policy):
             get_sketch_model(policy, peft_config, compute_dtype=torch.bfloat16 if self.args.bf16 else None)

@@ -48,7 +48,7 @@ args = RLOOConfig(
 )
 
 # The three lines that any trainer needs: sketches, their optimizer, and the callback between backward and step.
-get_sketch_model(model, SketchConfig(rank=32))
+get_sketch_model(model, SketchConfig(kl_budget=None, rank=32))
 optimizer = SketchOptimizer(model, lr=args.learning_rate)
 trainer = RLOOTrainer(model, sevens, args, dataset, processing_class=tokenizer, optimizers=(optimizer, None))
 trainer.add_callback(SketchCallback(trainer))

@@ -40,7 +40,7 @@ args = SFTConfig(
 )
 
 # The three lines that any trainer needs: sketches, their optimizer, and the callback between backward and step.
-get_sketch_model(model, SketchConfig(rank=32))
+get_sketch_model(model, SketchConfig(kl_budget=None, rank=32))
 optimizer = SketchOptimizer(model, lr=args.learning_rate)
 trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer, optimizers=(optimizer, None))
 trainer.add_callback(SketchCallback(trainer))

@@ -32,6 +32,18 @@ EVERY_FIELD = {
     "beta2": ("0.99", ["0.99"], 0.99),
     "relative_epsilon": ("1e-6", ["1e-6"], 1e-6),
     "weight_precision": ("fp32", ["fp32"], "fp32"),
+    "kl_budget": ("1e-3", ["1e-3"], 1e-3),
+    "kl_budget_final": ("1e-4", ["1e-4"], 1e-4),
+    "kl_schedule": ("constant", ["constant"], "constant"),
+    "kl_schedule_steps": ("300", ["300"], 300),
+    "kl_probe": ("finite_difference", ["finite_difference"], "finite_difference"),
+    "kl_probe_responses": ("4", ["4"], 4),
+    "kl_probe_max_tokens": ("512", ["512"], 512),
+    "alpha_max": ("1.5", ["1.5"], 1.5),
+    "log_realized_kl": ("10", ["10"], 10),
+    "mismatch_subtraction": ("false", ["false"], False),
+    "mismatch_ema": ("0.5", ["0.5"], 0.5),
+    "mismatch_floor": ("0.25", ["0.25"], 0.25),
 }
 
 
@@ -50,6 +62,14 @@ def test_defaults():
     assert config.share_projection and config.projection_seed is None
 
 
+def test_kl_budget_may_only_fall():
+    with pytest.raises(ValueError, match=r"kl_budget_final=0.1 is above kl_budget=0.01.*constant"):
+        SketchConfig(kl_budget=0.01, kl_budget_final=0.1)
+    assert SketchConfig(kl_budget=0.01, kl_budget_final=0.1, kl_schedule="constant").kl_budget == 0.01
+    assert SketchConfig(kl_budget=0.01, kl_budget_final=None).kl_budget_final == pytest.approx(0.001)
+    assert SketchConfig(kl_budget=None, kl_budget_final=None).kl_budget is None
+
+
 # ---------------------------------------------------------- values
 
 
@@ -58,6 +78,8 @@ CHOICES = {
     "update_rule": "row_adam, sgd, adam",
     "norm": "global, matrix, none",
     "weight_precision": "auto, bf16, fp32",
+    "kl_schedule": "cosine, constant",
+    "kl_probe": "auto, jvp, finite_difference",
 }
 
 
@@ -88,6 +110,16 @@ def check_refused(name: str, values: tuple, allowed: str) -> None:
         ("beta1", (1.0, -0.1, math.nan), r"in \[0, 1\)"),
         ("beta2", (1.0, -0.1, math.nan), r"in \[0, 1\)"),
         ("relative_epsilon", (-1e-8, 1.0, math.nan), r"in \[0, 1\)"),
+        ("kl_budget", (0, -1e-4, math.nan, math.inf, "x"), "None or positive and finite"),
+        ("kl_budget_final", (0, -1e-4, math.nan, "x"), "None or positive"),
+        ("kl_schedule_steps", (0, -1, 1.5), "None or a positive number of steps"),
+        ("kl_probe_responses", (0, -1, 1.5, None), "a positive integer"),
+        ("kl_probe_max_tokens", (0, -1, 1.5, None), "a positive integer"),
+        ("alpha_max", (0, -1.0, math.inf, math.nan, None), "positive and finite"),
+        ("log_realized_kl", (-1, 1.5, "x"), "a number of steps, or 0"),
+        ("mismatch_subtraction", ("yes", None), "True or False"),
+        ("mismatch_ema", (0, -0.1, 1.1, math.nan), r"in \(0, 1\]"),
+        ("mismatch_floor", (0, -0.1, 1.1, math.nan), r"in \(0, 1\]"),
     ],
 )
 def test_bad_values_are_refused_with_the_field_and_what_is_allowed(name, values, allowed):

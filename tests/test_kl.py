@@ -230,15 +230,15 @@ def test_autocast_predicts_what_fp32_does() -> None:
     assert mixed != q
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.03), (torch.bfloat16, 0.1)])
-def test_realized_kl_is_the_predicted_one_at_the_budget(dtype: torch.dtype, tolerance: float) -> None:
-    model, inputs = build(dtype=dtype, hidden_size=128, intermediate_size=384, head_dim=32), batch(rows=8)
+def test_realized_kl_is_the_predicted_one_at_the_budget() -> None:
+    """In fp32; test_kl_models.py has trained models and bf16."""
+    model, inputs = build(), batch(rows=8)
     optimizer = propose(model, inputs, 1e-4)
     q = kl.predicted_kl(model, inputs)
     optimizer.scale(kl.step_scale(q, 2e-4, alpha_max=math.inf))
     before = kl.reference_states(model, [inputs])
     optimizer.step()
-    assert kl.realized_kl(model, [inputs], before) == pytest.approx(2e-4, rel=tolerance)
+    assert kl.realized_kl(model, [inputs], before) == pytest.approx(2e-4, rel=0.03)
 
 
 def test_realized_kl_grows_with_the_square_of_alpha() -> None:

@@ -116,11 +116,11 @@ def test_a_predicted_kl_that_is_not_finite_stops_before_a_weight_moves(policy_fo
         trainer.model.lm_head.weight.data.fill_(torch.nan)
 
     def break_head(module: Any, args: Any, output: torch.Tensor) -> None:
-        """The LM head breaks when backward arrives at the embeddings, between the sketches and the probe."""
+        """The LM head breaks when backward has passed the last layer, before the probe."""
         if output.requires_grad:
             output.register_hook(poison)
 
-    trainer.model.model.embed_tokens.register_forward_hook(break_head)
+    trainer.model.model.layers[0].register_forward_hook(break_head)
     weights = {n: p.clone() for n, p in trainer.model.named_parameters() if "proj" in n}
     with pytest.raises(FloatingPointError, match="predicted KL"):
         trainer.train()

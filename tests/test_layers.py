@@ -546,6 +546,7 @@ def test_model_keeps_less_than_lora_and_dense(kind: str, dtype: torch.dtype) -> 
     lora = get_peft_model(copy.deepcopy(dense), LoraConfig(r=rank, target_modules=targets, lora_dropout=0.0))
     lora.enable_input_require_grads()
     sketched = get_sketch_model(copy.deepcopy(dense), SketchConfig(rank=rank))
+    sketched.enable_input_require_grads()  # to be compared with the others; it does without
     sizes_of = {}
     for name, model in {"dense": dense, "frozen": frozen, "lora": lora, "sketch": sketched}.items():
         with saved_for_backward(model) as kept:

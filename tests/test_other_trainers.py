@@ -115,7 +115,7 @@ def logged(trainer: Any, name: str) -> list[float]:
 
 
 def test_sft_learns_and_moves_the_selected_weights_only(sft: Callable[..., SFTTrainer], policy: Any) -> None:
-    get_sketch_model(policy, SketchConfig(rank=8))
+    get_sketch_model(policy, SketchConfig(kl_budget=None, rank=8))
     watcher = Watcher()
     trainer = sft(
         policy,
@@ -159,7 +159,7 @@ def test_sft_with_full_rank_sketches_is_dense_sgd(
     }
     dense = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)
     before = weights(dense)
-    get_sketch_model(policy, SketchConfig(rank=64, update_rule="sgd", norm="none"))
+    get_sketch_model(policy, SketchConfig(kl_budget=None, rank=64, update_rule="sgd", norm="none"))
     names = [f"{name}.weight" for name in sketch_state(policy).layers]
     for name, parameter in dense.named_parameters():
         parameter.requires_grad_(name in names)
@@ -184,7 +184,7 @@ def test_sft_in_bf16_saves_an_ordinary_checkpoint(
     sft: Callable[..., SFTTrainer], policy_folder: str, tmp_path: Path
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.bfloat16)
-    get_sketch_model(model, SketchConfig(rank=8))
+    get_sketch_model(model, SketchConfig(kl_budget=None, rank=8))
     trainer = sft(model, SketchOptimizer(model, lr=1e-3), max_steps=3, bf16=True, save_strategy="steps", save_steps=3)
     trainer.add_callback(SketchCallback(trainer))
     before = weights(model)
@@ -192,7 +192,7 @@ def test_sft_in_bf16_saves_an_ordinary_checkpoint(
     changed = differing(before, weights(model))
     assert len(changed) == len(sketch_state(model).layers)
     checkpoint = tmp_path / "sft" / "checkpoint-3"
-    assert SketchConfig.from_pretrained(checkpoint) == SketchConfig(rank=8)
+    assert SketchConfig.from_pretrained(checkpoint) == SketchConfig(kl_budget=None, rank=8)
     loaded = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert loaded.dtype == torch.bfloat16
     assert differing(weights(loaded), weights(model)) == []
@@ -202,7 +202,7 @@ def test_sft_in_bf16_saves_an_ordinary_checkpoint(
 
 
 def test_callback_without_its_trainer_still_fills_the_history(sft: Callable[..., SFTTrainer], policy: Any) -> None:
-    get_sketch_model(policy, SketchConfig(rank=8))
+    get_sketch_model(policy, SketchConfig(kl_budget=None, rank=8))
     trainer = sft(policy, SketchOptimizer(policy, lr=1e-3), callbacks=[SketchCallback()], max_steps=2)
     trainer.train()
     assert min(logged(trainer, "grad_norm")) > 0
@@ -216,7 +216,7 @@ def test_optimizer_alone_trains_as_with_the_callback(
     other = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)
     results = []
     for model, with_callback in ((policy, True), (other, False)):
-        get_sketch_model(model, SketchConfig(rank=8))
+        get_sketch_model(model, SketchConfig(kl_budget=None, rank=8))
         trainer = sft(model, SketchOptimizer(model, lr=1e-3), max_steps=2)
         if with_callback:
             trainer.add_callback(SketchCallback(trainer))
@@ -230,7 +230,7 @@ def test_optimizer_alone_trains_as_with_the_callback(
 def test_callback_refuses_a_foreign_optimizer(sft: Callable[..., SFTTrainer], policy: Any, case: str) -> None:
     """One that was passed, or TRL's default AdamW because `optimizers` was forgotten."""
     if "sketched" in case:
-        get_sketch_model(policy, SketchConfig(rank=8))
+        get_sketch_model(policy, SketchConfig(kl_budget=None, rank=8))
     trainer = sft(policy, torch.optim.AdamW(policy.parameters(), lr=1e-3) if case == "passed" else None, max_steps=1)
     trainer.add_callback(SketchCallback(trainer))
     before = weights(policy)
@@ -243,7 +243,7 @@ def test_callback_refuses_a_foreign_optimizer(sft: Callable[..., SFTTrainer], po
 
 
 def test_rloo_learns(rloo: Callable[..., RLOOTrainer], policy: Any) -> None:
-    get_sketch_model(policy, SketchConfig(rank=8))
+    get_sketch_model(policy, SketchConfig(kl_budget=None, rank=8))
     optimizer = SketchOptimizer(policy, lr=2e-3)
     trainer = rloo(
         policy,
@@ -267,7 +267,7 @@ def test_rloo_learns(rloo: Callable[..., RLOOTrainer], policy: Any) -> None:
 
 
 def test_rloo_with_a_reference_model(rloo: Callable[..., RLOOTrainer], policy: Any) -> None:
-    get_sketch_model(policy, SketchConfig(rank=8))
+    get_sketch_model(policy, SketchConfig(kl_budget=None, rank=8))
     initial = weights(policy)
     watcher = Watcher()
     trainer = rloo(

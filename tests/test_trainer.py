@@ -40,6 +40,12 @@ def length_reward(completions: list[str], **kwargs: Any) -> list[float]:
     return [len(text) / 4 for text in completions]
 
 
+def without_kl_control(cls: type[GRPOTrainer], model: Any) -> dict[str, Any]:
+    """The default configuration but for KL control, which has tests of its own."""
+    is_sketched = isinstance(model, torch.nn.Module) and "_sketch_state" in vars(model)
+    return {"peft_config": SketchConfig(kl_budget=None)} if cls is SketchGRPOTrainer and not is_sketched else {}
+
+
 @pytest.fixture
 def make(policy_folder: str, tmp_path: Path) -> Callable[..., Any]:
     """`make(peft_config=…, callbacks=…, learning_rate=…)`: a trainer; what it does not take itself goes to GRPOConfig."""
@@ -50,6 +56,7 @@ def make(policy_folder: str, tmp_path: Path) -> Callable[..., Any]:
             "reward_funcs": alphabet_reward,
             "train_dataset": PROMPTS,
             "processing_class": AutoTokenizer.from_pretrained(policy_folder),
+            **without_kl_control(cls, model),
         } | {name: value for name, value in kwargs.items() if name in taken}
         settings = {
             "output_dir": str(tmp_path / "out"),
@@ -197,23 +204,23 @@ def test_a_model_that_was_never_saved(make: Callable[..., Any], policy_folder: s
 
 
 def test_no_config_means_the_default(make: Callable[..., Any]) -> None:
-    assert sketch_state(make().model).config == SketchConfig()
+    assert sketch_state(make(peft_config=None).model).config == SketchConfig()
 
 
 def test_config_is_used_and_left_as_it_was(make: Callable[..., Any]) -> None:
-    config = SketchConfig(rank=4, target_modules=["q_proj"], refresh="never")
+    config = SketchConfig(kl_budget=None, rank=4, target_modules=["q_proj"], refresh="never")
     trainer = make(peft_config=config, seed=7)
     state = sketch_state(trainer.model)
     assert state.config is config or state.config == config
     assert {name.rpartition(".")[2] for name in state.layers} == {"q_proj"}
     assert {layer.group.rank for layer in state.layers.values()} == {4}
     assert state.seed == 7
-    assert config == SketchConfig(rank=4, target_modules=["q_proj"], refresh="never")
+    assert config == SketchConfig(kl_budget=None, rank=4, target_modules=["q_proj"], refresh="never")
 
 
 def test_projection_seed_goes_before_the_trainers_seed(make: Callable[..., Any]) -> None:
-    assert sketch_state(make(peft_config=SketchConfig(projection_seed=5), seed=7).model).seed == 5
-    assert sketch_state(make(peft_config=SketchConfig(projection_seed=0), seed=7).model).seed == 0
+    assert sketch_state(make(peft_config=SketchConfig(kl_budget=None, projection_seed=5), seed=7).model).seed == 5
+    assert sketch_state(make(peft_config=SketchConfig(kl_budget=None, projection_seed=0), seed=7).model).seed == 0
 
 
 def test_lora_config_is_refused(make: Callable[..., Any]) -> None:
@@ -239,7 +246,7 @@ def test_foreign_optimizer_is_refused(make: Callable[..., Any], policy_folder: s
 
 
 def test_optimizer_of_another_model_is_refused(make: Callable[..., Any], policy_folder: str) -> None:
-    other = get_sketch_model(load(policy_folder), SketchConfig(rank=4))
+    other = get_sketch_model(load(policy_folder), SketchConfig(kl_budget=None, rank=4))
     with pytest.raises(ValueError, match="optimizer"):
         make(optimizers=(SketchOptimizer(other), None))
 
@@ -269,13 +276,13 @@ def test_weight_decay_is_warned_about(make: Callable[..., Any], caplog: pytest.L
 
 
 def test_a_sketched_model_with_its_optimizer_and_scheduler(make: Callable[..., Any], policy_folder: str) -> None:
-    model = get_sketch_model(load(policy_folder, dtype=torch.float32), SketchConfig(rank=8))
+    model = get_sketch_model(load(policy_folder, dtype=torch.float32), SketchConfig(kl_budget=None, rank=8))
     with pytest.raises(ValueError, match="already accumulates sketches"):
-        make(model=model, peft_config=SketchConfig(rank=4))
+        make(model=model, peft_config=SketchConfig(kl_budget=None, rank=4))
     optimizer = SketchOptimizer(model, lr=2e-3)
     trainer = make(model=model, optimizers=(optimizer, get_constant_schedule(optimizer)))
     train(trainer)
-    from_config = make(peft_config=SketchConfig(rank=8), learning_rate=2e-3)
+    from_config = make(peft_config=SketchConfig(kl_budget=None, rank=8), learning_rate=2e-3)
     train(from_config)
     assert_same(weights(model), weights(from_config.model))
 
@@ -303,14 +310,16 @@ def test_one_projection_per_step_and_empty_sketches_after_it(make: Callable[...,
 def test_refresh_every_two_steps_and_never(make: Callable[..., Any]) -> None:
     for refresh, expected in (("2", [0, 0, 1, 1]), ("never", [0, 0, 0, 0])):
         recorder = Recorder()
-        train(make(max_steps=4, callbacks=[recorder], peft_config=SketchConfig(rank=8, refresh=refresh)))
+        train(
+            make(max_steps=4, callbacks=[recorder], peft_config=SketchConfig(kl_budget=None, rank=8, refresh=refresh))
+        )
         drawn = recorder.at("step_begin", recorder.keys)
         assert [drawn.index(keys) // 2 for keys in drawn] == expected
 
 
 def test_only_selected_weights_change_and_all_of_them(make: Callable[..., Any]) -> None:
     recorder = Recorder()
-    trainer = make(max_steps=3, callbacks=[recorder], peft_config=SketchConfig(rank=8))
+    trainer = make(max_steps=3, callbacks=[recorder], peft_config=SketchConfig(kl_budget=None, rank=8))
     before = weights(trainer.model)
     names = selected(trainer)
     assert len(names) == 14
@@ -325,7 +334,7 @@ def test_only_selected_weights_change_and_all_of_them(make: Callable[..., Any]) 
 def test_same_seed_same_bits_and_another_seed_other_projections(make: Callable[..., Any]) -> None:
     runs = []
     for seed in (1, 1, 2):
-        trainer = make(seed=seed, peft_config=SketchConfig(rank=8))
+        trainer = make(seed=seed, peft_config=SketchConfig(kl_budget=None, rank=8))
         keys = sketch_state(trainer.model).keys.tolist()
         train(trainer)
         runs.append((keys, weights(trainer.model)))
@@ -371,7 +380,7 @@ DENSE_CASES = {
 def test_full_rank_sketches_train_as_dense_sgd_does(make: Callable[..., Any], policy_folder: str, case: str) -> None:
     """With AᵀA = I exactly, S A is the dense gradient; what is left is the int8 factor's rounding."""
     settings = {"learning_rate": 0.5} | DENSE_CASES[case]
-    sketch = make(peft_config=SketchConfig(rank=64, update_rule="sgd", norm="none"), **settings)
+    sketch = make(peft_config=SketchConfig(kl_budget=None, rank=64, update_rule="sgd", norm="none"), **settings)
     names = selected(sketch)
     model = load(policy_folder, dtype=torch.float32)
     before = weights(model)
@@ -399,7 +408,7 @@ def test_max_grad_norm_bounds_the_step_of_norm_none(make: Callable[..., Any]) ->
     """The sketch moves a weight by lr · ‖S A‖, and ‖S‖ is clipped."""
     moved = {}
     for max_grad_norm in (1e-3, 2e-3, 1e3):
-        config = SketchConfig(rank=64, update_rule="sgd", norm="none")
+        config = SketchConfig(kl_budget=None, rank=64, update_rule="sgd", norm="none")
         trainer = make(max_steps=1, learning_rate=1.0, max_grad_norm=max_grad_norm, peft_config=config)
         before = weights(trainer.model)
         train(trainer)
@@ -455,7 +464,7 @@ def test_checkpointing_does_not_change_the_result(make: Callable[..., Any], bf16
         {"gradient_checkpointing": True},
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     ):
-        trainer = make(bf16=bf16, peft_config=SketchConfig(rank=8), **settings)
+        trainer = make(bf16=bf16, peft_config=SketchConfig(kl_budget=None, rank=8), **settings)
         train(trainer)
         assert logged(trainer, "grad_norm")[0] > 0
         results.append(weights(trainer.model))
@@ -504,7 +513,7 @@ def test_reference_of_an_object_has_no_dropout(make: Callable[..., Any], policy_
 
 
 def test_reference_of_a_sketched_model(make: Callable[..., Any], policy_folder: str) -> None:
-    model = get_sketch_model(load(policy_folder, dtype=torch.float32), SketchConfig(rank=8))
+    model = get_sketch_model(load(policy_folder, dtype=torch.float32), SketchConfig(kl_budget=None, rank=8))
     initial = weights(model)
     trainer = make(model=model, beta=0.1)
     train(trainer)
@@ -654,7 +663,10 @@ def test_custom_rollout_function(make: Callable[..., Any], monkeypatch: pytest.M
 def test_logs(make: Callable[..., Any]) -> None:
     recorder = Recorder()
     trainer = make(
-        callbacks=[recorder], max_steps=4, lr_scheduler_type="linear", peft_config=SketchConfig(update_rule="sgd")
+        callbacks=[recorder],
+        max_steps=4,
+        lr_scheduler_type="linear",
+        peft_config=SketchConfig(kl_budget=None, update_rule="sgd"),
     )
     before = weights(trainer.model)
     train(trainer)
@@ -673,7 +685,7 @@ def test_logs(make: Callable[..., Any]) -> None:
 
 
 def test_the_logged_ratio_is_the_movement(make: Callable[..., Any]) -> None:
-    trainer = make(max_steps=1, peft_config=SketchConfig(rank=8, update_ratio=1e-3))
+    trainer = make(max_steps=1, peft_config=SketchConfig(kl_budget=None, rank=8, update_ratio=1e-3))
     before = weights(trainer.model)
     train(trainer)
     assert logged(trainer, "sketch/update_ratio") == pytest.approx([1e-3])
@@ -749,9 +761,12 @@ def test_tensorboard_gets_the_metrics(make: Callable[..., Any], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("config", "changes"),
     [
-        (SketchConfig(rank=8), {}),
-        (SketchConfig(rank=8, update_ratio=1e-2), {"bf16": True, "lr_scheduler_type": "linear"}),
-        (SketchConfig(rank=8, update_rule="adam", refresh="never"), {"gradient_accumulation_steps": 2, "beta": 0.1}),
+        (SketchConfig(kl_budget=None, rank=8), {}),
+        (SketchConfig(kl_budget=None, rank=8, update_ratio=1e-2), {"bf16": True, "lr_scheduler_type": "linear"}),
+        (
+            SketchConfig(kl_budget=None, rank=8, update_rule="adam", refresh="never"),
+            {"gradient_accumulation_steps": 2, "beta": 0.1},
+        ),
     ],
     ids=["default", "bf16 and a schedule", "adam, accumulation and a reference"],
 )
@@ -819,7 +834,7 @@ def test_a_saved_model_gives_the_trained_models_logits(make: Callable[..., Any],
 def test_a_model_with_a_tied_head(make: Callable[..., Any], tmp_path: Path, policy_folder: str) -> None:
     config = load(policy_folder).config
     config.tie_word_embeddings = True
-    trainer = make(model=Qwen3ForCausalLM(config), peft_config=SketchConfig(rank=8))
+    trainer = make(model=Qwen3ForCausalLM(config), peft_config=SketchConfig(kl_budget=None, rank=8))
     train(trainer)
     loaded = save_and_compare(trainer, tmp_path / "saved", None)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
@@ -886,10 +901,10 @@ def _new_card(trainer: Any, tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     "config",
     [
-        SketchConfig(rank=8),
-        SketchConfig(rank=8, update_rule="sgd"),
+        SketchConfig(kl_budget=None, rank=8),
+        SketchConfig(kl_budget=None, rank=8, update_rule="sgd"),
         SketchConfig.rgc(8),
-        SketchConfig(rank=8, update_rule="adam", refresh="never"),
+        SketchConfig(kl_budget=None, rank=8, update_rule="adam", refresh="never"),
     ],
     ids=["default", "sgd", "rgc", "adam"],
 )

@@ -44,7 +44,9 @@ class SketchCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        config = self._optimizer(kwargs).config
+        optimizer = self._optimizer(kwargs)
+        optimizer.zero_grad()  # as the trainer does with dense gradients
+        config = optimizer.config
         if self.trainer is not None:
             callbacks = self.trainer.callback_handler.callbacks
             callbacks.remove(self)

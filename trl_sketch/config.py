@@ -1,5 +1,6 @@
 """`SketchConfig`: what is sketched, how, and how a sketch becomes an update."""
 
+import contextlib
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields
@@ -181,10 +182,13 @@ class SketchConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.rank_pattern, str):
-            self.rank_pattern = json.loads(self.rank_pattern)
+            with contextlib.suppress(json.JSONDecodeError):
+                self.rank_pattern = json.loads(self.rank_pattern)
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
-            if isinstance(value, list) and len(value) == 1 and not set(value[0]).isdisjoint(_REGULAR_EXPRESSION):
+            is_names = isinstance(value, list) and all(isinstance(item, str) for item in value)
+            self._check(name, value is None or isinstance(value, str) or is_names, "names, or one regular expression")
+            if is_names and len(value) == 1 and not set(value[0]).isdisjoint(_REGULAR_EXPRESSION):
                 setattr(self, name, value[0])  # from the command line, where it cannot be anything but a list
         if self.target_modules in ("all-linear", ["all-linear"]):
             self.target_modules = None
@@ -192,6 +196,17 @@ class SketchConfig:
         self._check_choice("update_rule", UPDATE_RULES)
         self._check_choice("norm", NORMS)
         self._check_choice("weight_precision", WEIGHT_PRECISIONS)
+        indices = self.layers_to_transform
+        indices_are_good = indices is None or (
+            isinstance(indices, list | int)
+            and all(_is_int(i) for i in (indices if isinstance(indices, list) else [indices]))
+        )
+        self._check("layers_to_transform", indices_are_good, "None or indices of layers")
+        self._check("share_projection", isinstance(self.share_projection, bool), "True or False")
+        self._check("mismatch_subtraction", isinstance(self.mismatch_subtraction, bool), "True or False")
+        self._check(
+            "projection_seed", self.projection_seed is None or _is_int(self.projection_seed), "None or an integer"
+        )
         self._check("rank", _is_positive_int(self.rank), "a positive integer")
         pattern = self.rank_pattern
         pattern_is_good = pattern is None or (
@@ -208,19 +223,21 @@ class SketchConfig:
                 f"layers_to_transform={self.layers_to_transform!r} works with a list of names, and target_modules="
                 f"{self.target_modules!r} is a regular expression: give a list, or name the layers in the expression"
             )
-        self._check("update_ratio", self.update_ratio is None or 0 < self.update_ratio < 1, "None or in (0, 1)")
-        self._check("beta1", 0 <= self.beta1 < 1, "in [0, 1)")
-        self._check("beta2", 0 <= self.beta2 < 1, "in [0, 1)")
-        self._check("relative_epsilon", 0 <= self.relative_epsilon < 1, "in [0, 1)")
+        self._check(
+            "update_ratio",
+            self.update_ratio is None or (_is_positive(self.update_ratio) and self.update_ratio < 1),
+            "None or in (0, 1)",
+        )
+        self._check("beta1", _is_fraction(self.beta1), "in [0, 1)")
+        self._check("beta2", _is_fraction(self.beta2), "in [0, 1)")
+        self._check("relative_epsilon", _is_fraction(self.relative_epsilon), "in [0, 1)")
         self._check_choice("kl_schedule", SCHEDULES)
         self._check_choice("kl_probe", PROBES)
-        self._check(
-            "kl_budget", self.kl_budget is None or 0 < self.kl_budget < math.inf, "None or positive and finite"
-        )
+        self._check("kl_budget", self.kl_budget is None or _is_positive(self.kl_budget), "None or positive and finite")
         if self.kl_budget is not None:
             if self.kl_budget_final is None:
                 self.kl_budget_final = self.kl_budget / 10
-            self._check("kl_budget_final", self.kl_budget_final > 0, "None or positive")
+            self._check("kl_budget_final", _is_positive(self.kl_budget_final), "None or positive")
             if self.kl_schedule == "cosine" and self.kl_budget_final > self.kl_budget:
                 raise ValueError(
                     f"kl_budget_final={self.kl_budget_final} is above kl_budget={self.kl_budget}: a budget may only fall. "
@@ -233,10 +250,14 @@ class SketchConfig:
         )
         self._check("kl_probe_responses", _is_positive_int(self.kl_probe_responses), "a positive integer")
         self._check("kl_probe_max_tokens", _is_positive_int(self.kl_probe_max_tokens), "a positive integer")
-        self._check("alpha_max", 0 < self.alpha_max < math.inf, "positive and finite")
-        self._check("log_realized_kl", int(self.log_realized_kl) >= 0, "a number of steps, or 0 for never")
-        self._check("mismatch_ema", 0 < self.mismatch_ema <= 1, "in (0, 1]")
-        self._check("mismatch_floor", 0 < self.mismatch_floor <= 1, "in (0, 1]")
+        self._check("alpha_max", _is_positive(self.alpha_max), "positive and finite")
+        self._check(
+            "log_realized_kl",
+            isinstance(self.log_realized_kl, int) and self.log_realized_kl >= 0,
+            "a number of steps, or 0 for never",
+        )
+        self._check("mismatch_ema", _is_positive(self.mismatch_ema) and self.mismatch_ema <= 1, "in (0, 1]")
+        self._check("mismatch_floor", _is_positive(self.mismatch_floor) and self.mismatch_floor <= 1, "in (0, 1]")
         if self.update_rule == "adam" and self.refresh != "never":
             raise ValueError(
                 f"update_rule='adam' keeps moments of the sketch, which mean nothing under another projection: set "
@@ -312,5 +333,17 @@ class SketchConfig:
         return cls(**values)
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _is_positive_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return _is_int(value) and value > 0
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < 1

@@ -51,18 +51,13 @@ def get_sketch_model(
     _check_ties(model, selected)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    for name, linear in selected.items():
-        _set_precision(name, linear, config, compute_dtype)
-    _warn_about_precision(selected, config, compute_dtype)
+    _set_precision(list(selected.values()), config, compute_dtype)
 
     groups: dict[tuple[str, int], ProjectionGroup] = {}
     layers = {name: _inject(name, linear, config, groups) for name, linear in selected.items()}
     state = SketchState(config, layers, list(groups.values()))
     setattr(model, _STATE_ATTRIBUTE, state)
     model.print_trainable_parameters = types.MethodType(print_trainable_parameters, model)  # type: ignore[assignment]
-    pretrained = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    if pretrained is not None:
-        pretrained.enable_input_require_grads()  # reentrant checkpointing sees no gradient path otherwise
     return model
 
 
@@ -235,23 +230,22 @@ def _check_ties(model: nn.Module, selected: dict[str, nn.Linear]) -> None:
             )
 
 
-def _set_precision(name: str, linear: nn.Linear, config: SketchConfig, compute_dtype: torch.dtype | None) -> None:
-    """Convert one layer to the type that its weight is to be kept in."""
+def _set_precision(layers: list[nn.Linear], config: SketchConfig, compute_dtype: torch.dtype | None) -> None:
+    """Convert the layers to the type that their weights are to be kept in, and say so."""
     wanted = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(config.weight_precision)
     if wanted is None and compute_dtype == torch.bfloat16:
         wanted = torch.bfloat16
-    if wanted is not None and linear.weight.dtype != wanted:
-        for parameter in linear.parameters(recurse=False):
+    others = [layer for layer in layers if wanted is not None and layer.weight.dtype != wanted]
+    for layer in others:
+        for parameter in layer.parameters(recurse=False):
             parameter.data = parameter.data.to(wanted)
-
-
-def _warn_about_precision(
-    selected: dict[str, nn.Linear], config: SketchConfig, compute_dtype: torch.dtype | None
-) -> None:
-    dtypes = {linear.weight.dtype for linear in selected.values()}
-    if config.weight_precision == "auto" and compute_dtype == torch.bfloat16:
-        logger.info("The %d selected weights are kept in bfloat16 and rounded stochastically.", len(selected))
-    if dtypes == {torch.float32} and compute_dtype == torch.bfloat16:
+    if others and wanted == torch.bfloat16:
+        logger.warning(
+            "The %d selected weights were converted to bfloat16; their updates are rounded stochastically. Loading the model "
+            "in bfloat16 (dtype='bfloat16') saves two bytes for every other weight as well.",
+            len(others),
+        )
+    if compute_dtype == torch.bfloat16 and all(layer.weight.dtype == torch.float32 for layer in layers):
         logger.warning(
             "weight_precision='fp32' under bf16 autocast: the policy computes with weights rounded to bfloat16, and small "
             "updates do not reach it until they add up to a rounding step. weight_precision='bf16' has no such dead zone."

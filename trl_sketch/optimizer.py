@@ -52,6 +52,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         self.sizes = [layer.out_features for layer in self.layers]
         self._alpha = 1.0
         self._moments: dict[str, torch.Tensor] = {}
+        self._next_moments: dict[str, torch.Tensor] = {}  # of a proposal; they become the moments in step()
         self.grad_norm: torch.Tensor | None = None
         self.update_ratio: torch.Tensor | None = None
         self.mismatch: float | None = None  # κ of the KL budget, smoothed; here to be saved with the optimizer
@@ -72,8 +73,13 @@ class SketchOptimizer(torch.optim.Optimizer):
 
         Raises:
             FloatingPointError: A sketch is not finite; the message names the layers. No weight has moved.
+            RuntimeError: An update is proposed already.
         """
         config, state = self.config, self.sketches
+        if state.proposed:
+            raise RuntimeError(
+                "propose() was called twice: call step() to apply the proposal, or zero_grad() to drop it"
+            )
         blocks = state.rank_blocks()
         row_norm = torch.cat([torch.linalg.vector_norm(block, dim=1) for block, _ in blocks])
         norms = rules.per_matrix(row_norm, self.sizes)
@@ -89,7 +95,7 @@ class SketchOptimizer(torch.optim.Optimizer):
             row_rank = rules.per_row(self._per_layer(lambda layer: layer.group.rank), self.sizes)
             multiplier = rules.row_adam(
                 (row_norm / rules.per_row(unit, self.sizes)).square_().div_(row_rank).to(row_norm.dtype),
-                self._moment("second", row_norm),
+                self._next_moment("second"),
                 self.sizes,
                 step=state.step + 1,
                 beta2=config.beta2,
@@ -117,7 +123,7 @@ class SketchOptimizer(torch.optim.Optimizer):
     def _adam(self, unit: torch.Tensor) -> torch.Tensor:
         flat = self.sketches.flat
         sizes = [layer.sketch.numel() for layer in self.layers]
-        firsts, seconds = (self._moment(name, flat).split(sizes) for name in ("first", "second"))
+        firsts, seconds = (self._next_moment(name).split(sizes) for name in ("first", "second"))
         for layer, first, second, scale in zip(self.layers, firsts, seconds, unit, strict=True):
             rules.adam_(
                 layer.sketch.div_(scale.to(flat.dtype)),
@@ -194,7 +200,8 @@ class SketchOptimizer(torch.optim.Optimizer):
             basis = group.basis(torch.float32)
             for _, layer in members:
                 self._update_of(layer).apply_(layer.weight, basis=basis)
-        self.sketches.zero_()
+        self._moments |= self._next_moments
+        self.zero_grad()
         self.sketches.set_step(self.sketches.step + 1)
         return loss
 
@@ -216,12 +223,13 @@ class SketchOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Empty the sketches; drop a proposal."""
         self.sketches.zero_()
+        self._next_moments = {}
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """Parameter groups, step, seed, and the moments by matrix name."""
-        moments = {kind: dict(self._moment_parts(kind, moment)) for kind, moment in self._moments.items()}
+        moments = {kind: dict(self._moment_parts(moment)) for kind, moment in self._moments.items()}
         sketch = {
             "format_version": STATE_FORMAT_VERSION,
             "step": self.sketches.step,
@@ -245,12 +253,13 @@ class SketchOptimizer(torch.optim.Optimizer):
                 f"the optimizer state has format version {sketch['format_version']}, this version of trl_sketch reads "
                 f"{STATE_FORMAT_VERSION}: resume with the version that wrote it"
             )
+        moments = {}
         for kind, parts in sketch["moments"].items():
             if set(parts) != set(self.sketches.layers):
                 odd = sorted(set(parts) ^ set(self.sketches.layers))
                 raise ValueError(f"the optimizer state belongs to other matrices; it differs in {', '.join(odd[:5])}")
-            reference = self._moment_reference(kind)
-            for name, part in self._moment_parts(kind, self._moment(kind, reference)):
+            moments[kind] = self._new_moment()
+            for name, part in self._moment_parts(moments[kind]):
                 if part.shape != parts[name].shape:
                     raise ValueError(
                         f"{name}: the saved moment has shape {tuple(parts[name].shape)}, this model's has "
@@ -258,21 +267,23 @@ class SketchOptimizer(torch.optim.Optimizer):
                     )
                 part.copy_(parts[name])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "sketch"})
+        self._moments, self._next_moments = moments, {}
         self.mismatch = sketch["mismatch"]
         self.sketches.seed = sketch["seed"]
         self.sketches.set_step(sketch["step"])
 
-    def _moment(self, kind: str, reference: torch.Tensor) -> torch.Tensor:
-        """A running moment of all matrices, in one 1-D tensor: per row for row_adam, per entry for adam."""
-        if kind not in self._moments:
-            self._moments[kind] = torch.zeros_like(reference)
-        return self._moments[kind]
+    def _next_moment(self, kind: str) -> torch.Tensor:
+        """A running moment of all matrices, for a rule to update in place: a copy, until the proposal is applied."""
+        moment = self._moments.get(kind)
+        self._next_moments[kind] = self._new_moment() if moment is None else moment.clone()
+        return self._next_moments[kind]
 
-    def _moment_reference(self, kind: str) -> torch.Tensor:
+    def _new_moment(self) -> torch.Tensor:
+        """Zeros in one 1-D tensor: per row for row_adam, per entry for adam."""
         flat = self.sketches.flat
-        return flat if self.config.update_rule == "adam" else flat.new_zeros(sum(self.sizes))
+        return torch.zeros_like(flat) if self.config.update_rule == "adam" else flat.new_zeros(sum(self.sizes))
 
-    def _moment_parts(self, kind: str, moment: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    def _moment_parts(self, moment: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         if self.config.update_rule == "adam":
             parts = moment.split([layer.sketch.numel() for layer in self.layers])
         else:

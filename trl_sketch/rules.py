@@ -40,11 +40,11 @@ def row_adam(
         Multiplier of each row, `(R,)`, which leaves the norm of each matrix as it was.
     """
     second_moment.mul_(beta2).add_(row_mean_square, alpha=1 - beta2)
-    root = (second_moment.double() / (1 - beta2**step)).sqrt_()
+    root = (second_moment.double() / (1 - beta2**step)).sqrt()
     tiny = torch.finfo(torch.float32).tiny
     mean = torch.stack([part.mean() for part in root.split(sizes)])
     multiplier = 1 / (root + per_row((relative_epsilon * mean).clamp_min(tiny), sizes))
-    row_norm = row_mean_square.double().sqrt_()
+    row_norm = row_mean_square.double().sqrt()
     before, after = per_matrix(row_norm, sizes), per_matrix(row_norm * multiplier, sizes)
     restore = torch.where(after > 0, before / after.clamp_min(tiny), 0)
     return (multiplier * per_row(restore, sizes)).to(row_mean_square.dtype)

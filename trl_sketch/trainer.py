@@ -111,6 +111,11 @@ class SketchGRPOTrainer(GRPOTrainer):
         if not _is_sketched(policy):
             get_sketch_model(policy, peft_config, compute_dtype=torch.bfloat16 if self.args.bf16 else None)
         state = sketch_state(policy)
+        if isinstance(self.optimizer, SketchOptimizer) and self.optimizer.sketches is not state:
+            raise ValueError(
+                "optimizers[0] is a SketchOptimizer of another model: make it with the model object that is passed to the "
+                "trainer, or leave it out"
+            )
         if state.config.projection_seed is None:
             state.set_seed(self.args.seed)
         self.add_callback(SketchCallback(self))
@@ -170,6 +175,8 @@ def _check_arguments(
         raise ValueError("fp16=True needs loss scaling, which works on dense gradients: use bf16=True")
     if args.deepspeed is not None:
         raise ValueError("deepspeed shards weights in a way that sketches do not support: use DDP or FSDP2")
+    if args.optim != type(args).optim:
+        logger.warning("optim=%s is not used: the weights are trained by a SketchOptimizer.", args.optim)
     if args.weight_decay:
         logger.warning("weight_decay=%s is not applied: sketched updates have no weight decay.", args.weight_decay)
 
@@ -186,7 +193,7 @@ def _reference_model_is_a_copy_of(model: str | PreTrainedModel) -> Iterator[None
         return
 
     def copy_policy(model_id: str, **model_init_kwargs: Any) -> PreTrainedModel:
-        return copy.deepcopy(model)
+        return copy.deepcopy(model).eval()
 
     original = trl_grpo.create_model_from_path
     trl_grpo.create_model_from_path = copy_policy  # type: ignore[assignment]

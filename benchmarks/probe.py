@@ -26,6 +26,15 @@ from trl_sketch import SketchConfig, SketchOptimizer, get_sketch_model, kl
 
 
 SHAPES: dict[str, dict[str, int]] = {
+    "embedded": {
+        "vocab_size": 14,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
     "smollm2-135m": {
         "vocab_size": 49152,
         "hidden_size": 576,

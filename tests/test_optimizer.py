@@ -459,6 +459,20 @@ def test_scale_wants_a_proposal_and_a_sensible_alpha():
         optimizer.scale(0.5)
 
 
+def test_a_second_proposal_is_refused_and_the_first_stays():
+    results = []
+    for again in (False, True):
+        model, optimizer = make(BF16, lr=1e-2)
+        backward(model)
+        optimizer.propose()
+        if again:
+            with pytest.raises(RuntimeError, match=r"propose\(\) was called twice"):
+                optimizer.propose()
+        optimizer.step()
+        results.append(weights_of(model))
+    assert same_bits(*results)
+
+
 def test_backward_between_propose_and_step_is_refused():
     model, optimizer = make()
     backward(model)
@@ -736,9 +750,12 @@ def test_moments_of_another_rank_are_refused():
         optimizer.step()
         states.append((model, optimizer))
     before = weights_of(states[0][0])
+    moments = copy.deepcopy(states[0][1].state_dict()["sketch"]["moments"])
     with pytest.raises(ValueError, match=r"a: the saved moment has shape .* resume with the rank"):
         states[0][1].load_state_dict(states[1][1].state_dict())
     assert same_bits(weights_of(states[0][0]), before)
+    for kind, parts in states[0][1].state_dict()["sketch"]["moments"].items():
+        assert same_bits(parts, moments[kind])
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

@@ -218,6 +218,7 @@ class SketchConfig:
             self.refresh in ("every_step", "never") or (str(self.refresh).isdecimal() and int(self.refresh) > 0),
             "'every_step', 'never' or a positive number of steps",
         )
+        self.refresh = str(self.refresh)
         if isinstance(self.target_modules, str) and self.layers_to_transform is not None:
             raise ValueError(
                 f"layers_to_transform={self.layers_to_transform!r} works with a list of names, and target_modules="

@@ -75,8 +75,9 @@ def counter_hash(key: torch.Tensor, rows: Range, cols: Range) -> torch.Tensor:
     """
     i = torch.arange(*rows, dtype=torch.int32, device=key.device)
     j = torch.arange(*cols, dtype=torch.int32, device=key.device)
-    row_words = hash_(i * _GOLDEN + key)
-    col_words = hash_(j * _GOLDEN + (key ^ _COLUMN_STREAM))
+    # The key comes first: Inductor would fold `arange * constant` into the step of an arange, whose overflow is undefined.
+    row_words = hash_((i + key) * _GOLDEN)
+    col_words = hash_((j + (key ^ _COLUMN_STREAM)) * _GOLDEN)
     words = row_words[:, None] ^ col_words[None, :]
     words += _GOLDEN
     return hash_(words)
@@ -93,7 +94,7 @@ def _rademacher(key: torch.Tensor, rows: Range, cols: Range, dtype: torch.dtype)
         signs = ((sign >> 16).to(torch.int16) | 0x3F80).view(torch.bfloat16)
     else:
         signs = (sign | 0x3F800000).view(torch.float32).to(dtype)
-    return signs.reshape(-1, words.shape[1])[rows[0] - 32 * first : rows[1] - 32 * first]
+    return signs.reshape(32 * words.shape[0], words.shape[1])[rows[0] - 32 * first : rows[1] - 32 * first]
 
 
 def _parity_signs(rows: torch.Tensor, cols: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -124,7 +125,7 @@ def _hadamard(key: torch.Tensor, rows: Range, cols: Range, in_features: int, dty
     first, last = cols[0] >> low_bits, -(-cols[1] // (1 << low_bits))
     high = _parity_signs(s >> low_bits, torch.arange(first, last, dtype=torch.int32, device=key.device), dtype)
     low = _parity_signs(s, torch.arange(1 << low_bits, dtype=torch.int32, device=key.device), dtype)
-    signs = (high[:, :, None] * low[:, None, :]).reshape(len(s), -1)
+    signs = (high[:, :, None] * low[:, None, :]).reshape(len(s), high.shape[1] * low.shape[1])
     offset = first << low_bits
     signs = signs[:, cols[0] - offset : cols[1] - offset]
     sigma = counter_hash(key ^ _COLUMN_STREAM, (0, 1), cols)[0]

@@ -54,8 +54,8 @@ def _random_offsets(key: torch.Tensor, rows: Range, cols: Range) -> torch.Tensor
     return halves[:, cols[0] - 2 * first : cols[1] - 2 * first]
 
 
-def add_(weight: torch.Tensor, delta: torch.Tensor, key: torch.Tensor, rows: Range, cols: Range) -> None:
-    """`weight += delta`, in place: stochastically rounded in bf16, an ordinary addition in fp32 and fp64.
+def subtract_(weight: torch.Tensor, delta: torch.Tensor, key: torch.Tensor, rows: Range, cols: Range) -> None:
+    """`weight -= delta`, in place: stochastically rounded in bf16, an ordinary subtraction in fp32 and fp64.
 
     Args:
         weight: A block of the whole matrix, bf16, fp32 or fp64.
@@ -65,9 +65,9 @@ def add_(weight: torch.Tensor, delta: torch.Tensor, key: torch.Tensor, rows: Ran
         cols: The block's columns in the whole matrix.
     """
     if weight.dtype != torch.bfloat16:
-        weight.add_(delta)
+        weight.sub_(delta)
         return
-    bits = delta.add_(weight).view(torch.int32)
+    bits = torch.sub(weight, delta, out=delta).view(torch.int32)
     # bf16 is the upper half of fp32: a uniform number added to the lower half carries with the probability of what is
     # cut off. Sign and magnitude are separate, so this rounds the magnitude, which is unbiased for both signs.
     bits.add_(_random_offsets(key, rows, cols)).add_(0x8000).bitwise_and_(-0x10000)
@@ -139,9 +139,12 @@ class SketchUpdate:
             basis = projection_basis(self.projection, self.projection_key, rank, self.in_features, cols=cols)
         if block_elements is None:
             block_elements = _BLOCK_ELEMENTS.get(weight.device.type, _BLOCK_ELEMENTS_DEFAULT)
-        scale = _power_of_two(self.exponent)
+        scale = -_power_of_two(self.exponent)
+        zero = torch.zeros((), device=weight.device)
         step = max(1, block_elements // max(1, weight.shape[1]))
         for start in range(rows[0], rows[1], step):
             stop = min(start + step, rows[1])
-            delta = torch.mm(self.q[start:stop].float(), basis).mul_(scale[start:stop, None])
-            add_(weight[start - rows[0] : stop - rows[0]], delta, self.rounding_key, (start, stop), cols)
+            delta = torch.mm(self.q[start:stop].float(), basis)
+            # 0 + delta·(-scale) is +0.0 wherever the sum is zero, in whatever order it was formed; w - 0.0 is w, -0.0 too.
+            torch.addcmul(zero, delta, scale[start:stop, None], out=delta)
+            subtract_(weight[start - rows[0] : stop - rows[0]], delta, self.rounding_key, (start, stop), cols)

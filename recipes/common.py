@@ -84,11 +84,11 @@ def parse_arguments(default_config: str, *method: type) -> tuple[Any, ...]:
 
     Without `--config` and without a model of the user's, the YAML file is `embedded/<default_config>`.
     """
-    arguments = sys.argv[1:]
+    arguments = [word for argument in sys.argv[1:] for word in _as_words(argument)]
     if "--config" not in arguments and "--model_name_or_path" not in arguments:
         arguments = ["--config", str(EMBEDDED / default_config), *arguments]
     parser = TrlParser([ScriptArguments, GRPOConfig, *method])
-    parser.set_defaults(use_cpu=not torch.accelerator.is_available())
+    parser.set_defaults(use_cpu=not torch.accelerator.is_available(), logging_steps=1)
     script, training, *rest = parser.parse_args_and_config(arguments)
     if script.model_name_or_path and not script.dataset_name:
         parser.error("--model_name_or_path needs --dataset_name: the embedded problems suit the embedded model only")
@@ -99,6 +99,15 @@ def parse_arguments(default_config: str, *method: type) -> tuple[Any, ...]:
         parser.error(f"--rewards {' '.join(unknown)}: it must be among {', '.join(REWARDS)}")
     be_quiet()
     return script, training, *rest
+
+
+def _as_words(argument: str) -> list[str]:
+    """`--kl-budget=1` as `--kl_budget`, `1`: the two forms in which TrlParser knows every option."""
+    if not argument.startswith("--"):
+        return [argument]
+    name, equals, value = argument.partition("=")
+    name = "--" + name[2:].replace("-", "_")
+    return [name, value] if equals else [name]
 
 
 def be_quiet() -> None:
@@ -163,7 +172,9 @@ def load_problems(script: ScriptArguments) -> tuple[Dataset, list[dict[str, Any]
     """
     name = str(script.dataset_name)
     builder = FILE_BUILDERS.get(Path(name).suffix)
-    if builder and Path(name).is_file():
+    if builder and not Path(name).is_file():
+        raise FileNotFoundError(f"dataset_name={name}: there is no such file")
+    if builder:
         data = load_dataset(builder, data_files={script.dataset_train_split: name})
     else:
         data = load_dataset(name, script.dataset_config)
@@ -199,13 +210,13 @@ class RewardBar(TrainerCallback):
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(elapsed_when_finished=True),
-            TextColumn("reward {task.fields[reward]:.2f}"),
+            TextColumn("reward {task.fields[reward]}"),
             console=console,
         )
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         if state.is_world_process_zero:
-            self.task = self.bar.add_task("GRPO", total=state.max_steps, reward=0.0)
+            self.task = self.bar.add_task("GRPO", total=state.max_steps, reward="–")
             self.bar.start()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
@@ -217,7 +228,7 @@ class RewardBar(TrainerCallback):
             return
         rewards = [log["reward"] for log in state.log_history[-10:] if "reward" in log]
         mean = sum(rewards) / len(rewards)
-        self.bar.update(self.task, reward=mean)
+        self.bar.update(self.task, reward=f"{mean:.2f}")
         if not console.is_terminal and state.global_step % max(1, state.max_steps // 10) == 0:
             console.print(f"step {state.global_step}/{state.max_steps}  reward {mean:.2f}")
 
@@ -307,7 +318,9 @@ def report(
     if not trainer.is_world_process_zero():
         return
     output = Path(trainer.args.output_dir)
-    plot(trainer.state.log_history, job, result, output / plot_file)
+    has_rewards = any("reward" in log for log in trainer.state.log_history)
+    if has_rewards:
+        plot(trainer.state.log_history, job, result, output / plot_file)
     (output / "result.json").write_text(
         json.dumps({"method": method, "rank": rank, **asdict(result)}, indent=2) + "\n"
     )
@@ -334,7 +347,7 @@ def report(
     console.print(f"Trained  {trains}")
     console.print(f"Time     {result.training_seconds:.0f} s for {trainer.state.global_step} steps")
     console.print(f"Model    {output}")
-    console.print(f"Plot     {output / plot_file}")
+    console.print(f"Plot     {output / plot_file if has_rewards else 'none: no step was logged'}")
 
 
 def plot(log_history: list[dict[str, Any]], job: Job, result: Result, file: Path) -> None:
@@ -348,7 +361,7 @@ def plot(log_history: list[dict[str, Any]], job: Job, result: Result, file: Path
     rewards = [log["reward"] for log in log_history if "reward" in log]
     windows = [rewards[max(0, i - 5) : i + 6] for i in range(len(rewards))]
     smooth = [sum(window) / len(window) for window in windows]
-    controlled = [log for log in log_history if "sketch/predicted_kl" in log]
+    controlled = [log for log in log_history if log.get("sketch/predicted_kl")]
 
     plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25})
     figure, axes = plt.subplots(
@@ -376,13 +389,13 @@ def plot(log_history: list[dict[str, Any]], job: Job, result: Result, file: Path
         if "sketch/kl_budget" in controlled[0]:
             budget = [log["sketch/kl_budget"] for log in controlled]
             bottom.plot(x, budget, color="black", linestyle="--", label="KL budget")
-        bottom.set(yscale="log", ylabel="KL per step")
+        bottom.set(yscale="log", ylabel="KL of a step, nats per token")
         right = bottom.twinx()
         right.plot(x, [log["sketch/alpha"] for log in controlled], color="tab:red", alpha=0.7, label="α (right)")
         right.set(ylabel="α", ylim=(0, None))
         right.grid(False)
         lines = bottom.get_lines() + right.get_lines()
-        bottom.legend(lines, [line.get_label() for line in lines], loc="upper right", frameon=False, ncols=3)
+        bottom.legend(lines, [line.get_label() for line in lines], loc="lower center", frameon=False, ncols=3)
     axes[-1, 0].set_xlabel("optimizer step")
     figure.savefig(file, dpi=130)
     plt.close(figure)

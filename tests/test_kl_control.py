@@ -191,3 +191,18 @@ def test_truncated_sampling_with_vllm_is_warned_about(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING, logger="trl_sketch"):
         SketchCallback().on_train_begin(args, None, None, optimizer=optimizer, model=model)  # type: ignore[arg-type]
     assert "top_p=0.9" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("update_ratio", "said"), [(0.05, "less than a tenth of its size"), (1e-7, "enlarged by alpha_max"), (3e-4, None)]
+)
+def test_a_budget_that_does_not_suit_is_said_once(
+    policy_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, update_ratio: float, said: str | None
+) -> None:
+    config = SketchConfig(rank=16, update_ratio=update_ratio, kl_budget=1e-5, kl_schedule="constant")
+    trainer = build(policy_folder, tmp_path, config, max_steps=22, logging_steps=5)
+    with caplog.at_level(logging.WARNING, logger="trl_sketch"):
+        trainer.train()
+    assert len([r for r in caplog.records if said is not None and said in r.getMessage()]) == (said is not None)
+    if said is None:
+        assert caplog.records == []

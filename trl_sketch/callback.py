@@ -15,6 +15,8 @@ from .probe import InputRecorder, Inputs
 
 logger = logging.getLogger(__name__)
 
+_JUDGED_STEPS = 10
+
 
 class SketchCallback(TrainerCallback):
     """Proposes the update, clips, scales it to the KL budget, and adds `sketch/*` and `grad_norm` to the trainer's log.
@@ -22,7 +24,7 @@ class SketchCallback(TrainerCallback):
     [`SketchGRPOTrainer`] adds it by itself. Other trainers take it beside a [`SketchOptimizer`]:
 
     ```python
-    model = get_sketch_model(model, SketchConfig(rank=64))
+    model = get_sketch_model(model, SketchConfig(rank=64, kl_budget=None))
     trainer = SFTTrainer(model, args=args, optimizers=(SketchOptimizer(model, lr=args.learning_rate), None), ...)
     trainer.add_callback(SketchCallback(trainer))
     ```
@@ -40,6 +42,7 @@ class SketchCallback(TrainerCallback):
         self._method: str | None = None  # of the KL probe, once it is known what works
         self._before: tuple[list[Inputs], list[torch.Tensor]] | None = None  # an update whose KL is to be measured
         self._measured_rollout: Any = None
+        self._first_alphas: list[float] = []
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -120,12 +123,35 @@ class SketchCallback(TrainerCallback):
             budget = kl.effective_budget(budget, optimizer.mismatch, config.mismatch_floor)
         alpha = kl.step_scale(q, budget, config.alpha_max)
         optimizer.scale(alpha)
-        self._metrics["sketch/alpha"].append(alpha)
-        self._metrics["sketch/predicted_kl"].append(alpha**2 * q)
         self._metrics["sketch/kl_budget"].append(budget)
+        self._metrics["sketch/predicted_kl"].append(alpha**2 * q)
+        if q > 0:
+            self._metrics["sketch/alpha"].append(alpha)
+            self._judge(alpha, config.alpha_max)
         if config.log_realized_kl and step % config.log_realized_kl == 0:
             self._before = batches, kl.reference_states(model, batches, max_tokens=config.kl_probe_max_tokens)
         return alpha
+
+    def _judge(self, alpha: float, alpha_max: float) -> None:
+        """Say once, early in a run, that the budget and the size of the updates do not go together."""
+        self._first_alphas.append(alpha)
+        if len(self._first_alphas) != _JUDGED_STEPS:
+            return
+        if max(self._first_alphas) < 0.1:
+            logger.warning(
+                "The KL budget has held each of the first %d updates to less than a tenth of its size (sketch/alpha at most "
+                "%.3f). That is right for an update that is far too large; if the run learns too slowly, raise kl_budget, or "
+                "set kl_budget=None to train without control.",
+                _JUDGED_STEPS,
+                max(self._first_alphas),
+            )
+        elif min(self._first_alphas) >= alpha_max:
+            logger.warning(
+                "Each of the first %d updates was enlarged by alpha_max=%s and stayed below the KL budget: the updates are "
+                "small. If the run learns too slowly, raise learning_rate (or update_ratio).",
+                _JUDGED_STEPS,
+                alpha_max,
+            )
 
     def _predict(
         self, optimizer: SketchOptimizer, args: TrainingArguments, model: PreTrainedModel, batches: list[Inputs]

@@ -129,7 +129,7 @@ class SketchConfig:
         },
     )
     kl_budget_final: float | None = field(
-        default=2e-5, metadata={"help": "Budget at the end of the schedule. None: a tenth of `kl_budget`."}
+        default=None, metadata={"help": "Budget at the end of the schedule. Default: a tenth of `kl_budget`."}
     )
     kl_schedule: str = field(
         default="cosine",
@@ -242,7 +242,7 @@ class SketchConfig:
             if self.kl_schedule == "cosine" and self.kl_budget_final > self.kl_budget:
                 raise ValueError(
                     f"kl_budget_final={self.kl_budget_final} is above kl_budget={self.kl_budget}: a budget may only fall. "
-                    "Lower it, leave it None (a tenth of kl_budget), or set kl_schedule='constant'"
+                    "Lower it, leave it out (a tenth of kl_budget), or set kl_schedule='constant'"
                 )
         self._check(
             "kl_schedule_steps",

@@ -1,8 +1,8 @@
-"""Quantize a factor and add `U A` to a weight, exactly and in two bytes a weight (DESIGN of the update).
+"""Quantize a factor and add `U A` to a weight: exactly, and in two bytes a weight.
 
 The factor is kept as int8 integers with a power-of-two scale per row, and a sign projection as ±1. Then `Σ_j q_ij·a_jk`
 is an exact integer in every order of summation (at most 127·r, below 2²⁴ in fp32), the scaling is exact, and the new
-weight is one fp32 addition and one rounding whose random bits are a hash of (key, i, j). The result has the same bits
+weight is one fp32 subtraction and one rounding, whose random bits are a hash of (key, i, j). The result has the same bits
 for any shard, any block size, any number of threads and any device. (`gaussian` and `orthonormal` projections have no
 exact sums: their result may differ in the last bit between devices and block sizes.)
 """

@@ -141,7 +141,7 @@ def main() -> None:
     with torch.device(options.device):
         model = Qwen3ForCausalLM(config).to(getattr(torch, options.dtype)).train()
     add_fused_lm_head(model)
-    get_sketch_model(model, SketchConfig(rank=options.rank, update_ratio=1e-4))
+    get_sketch_model(model, SketchConfig(rank=options.rank))
     optimizer = SketchOptimizer(model, lr=1.0)
     ids = torch.randint(0, config.vocab_size, (options.responses, options.tokens), device=options.device)
     inputs = {"input_ids": ids, "labels": ids}
@@ -159,7 +159,7 @@ def main() -> None:
         times["train"].append(seconds(train))
         optimizer.propose()
         for method in ("jvp", "finite_difference"):
-            times[method].append(seconds(lambda m=method: kl.predicted_kl(model, probed, method=m, update_ratio=1e-4)))
+            times[method].append(seconds(lambda m=method: kl.predicted_kl(model, probed, method=m)))
     medians = {name: statistics.median(values) for name, values in times.items()}
 
     layer = kept_by_one_layer(model, probed)
@@ -173,7 +173,7 @@ def main() -> None:
     )  # fmt: skip
     for method in ("jvp", "finite_difference"):
         with LiveBytes() as tracked:
-            kl.predicted_kl(model, probed, method=method, update_ratio=1e-4)
+            kl.predicted_kl(model, probed, method=method)
         table.add_row(
             method,
             f"{medians[method]:.2f}",

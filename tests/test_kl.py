@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from trl_sketch import SketchConfig, SketchOptimizer, get_sketch_model, kl, probe
 from trl_sketch.model import sketch_state
@@ -35,7 +46,7 @@ def build(architecture: str = "qwen3", dtype: torch.dtype = torch.float32, **ove
     }[architecture]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        made = model(config(**SIZES | overrides))
+        made = model(config(**SIZES | overrides, attn_implementation="eager" if architecture == "gemma2" else "sdpa"))
     with torch.no_grad():
         made.get_output_embeddings().weight.mul_(8 if not made.config.tie_word_embeddings else 1)
     return made.to(dtype).train()
@@ -169,7 +180,7 @@ def test_mismatch_is_clamped_and_may_be_missing() -> None:
 def test_prediction_equals_the_dense_reference(architecture: str, overrides: dict[str, Any], method: str) -> None:
     model, inputs = build(architecture, **overrides), batch()
     propose(model, inputs, 1e-4)
-    q = kl.predicted_kl(model, inputs, temperature=0.7, method=method, update_ratio=1e-4)
+    q = kl.predicted_kl(model, inputs, temperature=0.7, method=method)
     assert q == pytest.approx(reference_kl(model, inputs, 0.7), rel=1e-3)
 
 
@@ -217,7 +228,7 @@ def test_finite_difference_agrees_over_four_orders_of_magnitude(dtype: torch.dty
         model, inputs = build(dtype=dtype), batch()
         propose(model, inputs, update_ratio)
         jvp = kl.predicted_kl(model, inputs)
-        difference = kl.predicted_kl(model, inputs, method="finite_difference", update_ratio=update_ratio)
+        difference = kl.predicted_kl(model, inputs, method="finite_difference")
         assert difference == pytest.approx(jvp, rel=0.01 if dtype == torch.float32 else 0.1)
 
 
@@ -267,6 +278,65 @@ def test_realized_kl_equals_the_definition() -> None:
     assert kl.realized_kl(model, [inputs], before, temperature=0.7) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("scale", [20, 1000])
+def test_a_policy_that_is_sure_of_its_tokens(scale: float) -> None:
+    """The variance is not lost in rounding: it is that of float64, and never negative."""
+    model, inputs = build(), batch()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(scale)
+    propose(model, inputs, 1e-4)
+    inputs, positions = kl.probed_positions(inputs)
+    h, rate = (x[positions] for x in probe.jvp(model, inputs))
+    head = model.lm_head.weight.detach().double()
+    p = torch.softmax(h.double() @ head.t(), dim=-1)
+    dz = rate.double() @ head.t()
+    expected = (p * (dz - (p * dz).sum(-1, keepdim=True)).square()).sum(-1)
+    variance = kl._score_variance(model, h, rate, 1.0)
+    assert (variance >= 0).all()
+    torch.testing.assert_close(variance, expected, rtol=1e-2, atol=1e-9 * dz.square().max().item())
+
+
+def test_a_head_with_a_layer_before_it_is_noticed() -> None:
+    config = BertConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=48,
+        is_decoder=True,
+    )
+    with pytest.raises(NotImplementedError, match="BertLMHeadModel are not its LM head"):
+        kl.check_head(BertLMHeadModel(config), {"input_ids": torch.arange(3, 9)[None]})
+    for architecture in ("qwen3", "gemma2"):
+        model = build(architecture)
+        before = snapshot(get_sketch_model(model, SketchConfig(rank=4)))
+        kl.check_head(model, batch())
+        assert_same(before, snapshot(model))
+
+
+def test_a_model_with_an_attention_of_its_own() -> None:
+    config = GPTJConfig(vocab_size=300, n_positions=64, n_embd=32, n_layer=2, n_head=2, rotary_dim=8)
+    inputs = batch(padded=False)
+    model = GPTJForCausalLM(config).train()
+    optimizer = propose(model, inputs, 1e-3)
+    q = kl.predicted_kl(model, inputs)
+    assert kl.predicted_kl(model, inputs, method="finite_difference") == pytest.approx(q, rel=0.01)
+    before = kl.reference_states(model, [inputs])
+    optimizer.step()
+    assert kl.realized_kl(model, [inputs], before) == pytest.approx(q, rel=0.05)
+
+
+def test_misuse_is_named() -> None:
+    model, inputs = build(), batch()
+    get_sketch_model(model, SketchConfig(rank=4))
+    with pytest.raises(ValueError, match="call propose"):
+        kl.predicted_kl(model, inputs)
+    SketchOptimizer(model).propose()
+    for arguments, message in (({"temperature": 0}, "temperature"), ({"method": "x"}, "jvp or finite_difference")):
+        with pytest.raises(ValueError, match=message):
+            kl.predicted_kl(model, inputs, **arguments)
+
+
 # ---------------------------------------------------------------------- what a probe leaves behind, and what it takes
 
 
@@ -304,7 +374,7 @@ def test_a_probe_changes_nothing(method: str, dtype: torch.dtype) -> None:
     if method == "realized":
         kl.reference_states(model, [inputs])
     else:
-        kl.predicted_kl(model, inputs, method=method, update_ratio=1e-4)
+        kl.predicted_kl(model, inputs, method=method)
     assert_same(before, snapshot(model))
 
 
@@ -319,7 +389,7 @@ def test_a_failing_probe_changes_nothing(method: str) -> None:
     handle = model.model.layers[1].post_attention_layernorm.register_forward_pre_hook(fail)
     before = snapshot(model)
     with pytest.raises(OSError, match="in the middle"):
-        kl.predicted_kl(model, inputs, method=method, update_ratio=1e-4)
+        kl.predicted_kl(model, inputs, method=method)
     assert_same(before, snapshot(model))
     handle.remove()
 
@@ -356,7 +426,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(method: str, monke
         model, inputs = build(), batch(rows=1, length=length, padded=False)
         propose(model, inputs, 1e-4)
         with LargestTensor() as tracked:
-            kl.predicted_kl(model, inputs, method=method, update_ratio=1e-4)
+            kl.predicted_kl(model, inputs, method=method)
         largest.append(tracked.numel)
     assert largest[1] <= 4 * largest[0]
 

@@ -206,3 +206,36 @@ def test_a_budget_that_does_not_suit_is_said_once(
     assert len([r for r in caplog.records if said is not None and said in r.getMessage()]) == (said is not None)
     if said is None:
         assert caplog.records == []
+
+
+def test_training_again_starts_the_schedule_again(policy_folder: str, tmp_path: Path) -> None:
+    trainer = build(policy_folder, tmp_path, SketchConfig(rank=16), max_steps=3)
+    trainer.train()
+    first = logged(trainer, "sketch/kl_budget")
+    trainer.train()
+    assert logged(trainer, "sketch/kl_budget")[-3:] == first == sorted(first, reverse=True)
+
+
+def test_a_training_that_an_error_ended_leaves_nothing_behind(policy_folder: str, tmp_path: Path) -> None:
+    calls = []
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("the judge is away")
+        return [0.5] * len(completions) if len(calls) > 2 else alphabet_reward(completions)
+
+    trainer = build(policy_folder, tmp_path, SketchConfig(rank=16), logging_steps=2, max_steps=4)
+    trainer.reward_funcs[0] = reward
+    with pytest.raises(OSError, match="the judge"):
+        trainer.train()
+    trainer.train()
+    assert not trainer.model._forward_pre_hooks
+    assert logged(trainer, "grad_norm") == [0.0, 0.0]  # nothing of the first training, and no gradient in the second
+
+
+def test_a_model_that_cannot_be_probed_is_named(policy_folder: str, tmp_path: Path) -> None:
+    trainer = build(policy_folder, tmp_path, SketchConfig(rank=16))
+    trainer.model.lm_head.register_forward_hook(lambda module, args, output: output.flip(-1))
+    with pytest.raises(NotImplementedError, match="does not work on Qwen3ForCausalLM.*Set kl_budget=None"):
+        trainer.train()

@@ -751,7 +751,7 @@ def test_moments_of_another_rank_are_refused():
         states.append((model, optimizer))
     before = weights_of(states[0][0])
     moments = copy.deepcopy(states[0][1].state_dict()["sketch"]["moments"])
-    with pytest.raises(ValueError, match=r"a: the saved moment has shape .* resume with the rank"):
+    with pytest.raises(ValueError, match=r"saved with rank=8 and is resumed with rank=4"):
         states[0][1].load_state_dict(states[1][1].state_dict())
     assert same_bits(weights_of(states[0][0]), before)
     for kind, parts in states[0][1].state_dict()["sketch"]["moments"].items():
@@ -793,6 +793,47 @@ def test_what_it_is_made_from_is_checked():
     model, _ = make(rank=8)
     with pytest.raises(ValueError, match="config differs from the one given to get_sketch_model"):
         SketchOptimizer(model, SketchConfig(rank=4))
-    with pytest.raises(ValueError, match="lr must not be negative, got -1"):
+    with pytest.raises(ValueError, match="lr must be finite and not negative, got -1"):
         SketchOptimizer(model, lr=-1)
     assert SketchOptimizer(model, SketchConfig(rank=8)).config.rank == 8
+
+
+def test_one_optimizer_at_a_time():
+    model, first = make()
+    backward(model)
+    second = SketchOptimizer(model)
+    with pytest.raises(RuntimeError, match="a model has one at a time"):
+        first.step()
+    second.step()
+
+
+def test_a_negative_clipping_norm_is_refused():
+    model, optimizer = make(norm="none", update_rule="sgd")
+    backward(model)
+    with pytest.raises(ValueError, match="max_grad_norm must not be negative, got -1"):
+        optimizer.propose(max_grad_norm=-1)
+
+
+def test_loading_drops_a_proposal():
+    model, optimizer = make()
+    saved = copy.deepcopy(optimizer.state_dict())
+    backward(model)
+    optimizer.propose()
+    optimizer.load_state_dict(saved)
+    assert not optimizer.sketches.proposed and not optimizer.sketches.flat.any()
+
+
+@pytest.mark.parametrize("change", [{"projection": "gaussian"}, {"norm": "matrix"}, {"refresh": 2}])
+def test_resuming_with_another_method_is_refused(change):
+    _, saved = make(rank=4)
+    _, optimizer = make(rank=4, **change)
+    name = next(iter(change))
+    with pytest.raises(ValueError, match=f"saved with {name}=.*resume with the same settings"):
+        optimizer.load_state_dict(saved.state_dict())
+
+
+def test_the_configuration_is_the_models_own():
+    config = SketchConfig(rank=4, norm="none", update_rule="sgd")
+    net = get_sketch_model(Net(), config)
+    config.norm = "matrix"
+    assert SketchOptimizer(net).config.norm == "none"

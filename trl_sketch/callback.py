@@ -37,9 +37,16 @@ class SketchCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer | None = None) -> None:
         self.trainer = trainer
-        self._metrics: dict[str, list[float]] = defaultdict(list)
         self._recorder: InputRecorder | None = None
         self._method: str | None = None  # of the KL probe, once it is known what works
+        self._forget()
+
+    def _forget(self) -> None:
+        """Start afresh: also after a training that an error has ended."""
+        if self._recorder is not None:
+            self._recorder.remove()
+            self._recorder = None
+        self._metrics: dict[str, list[float]] = defaultdict(list)
         self._before: tuple[list[Inputs], list[torch.Tensor]] | None = None  # an update whose KL is to be measured
         self._measured_rollout: Any = None
         self._first_alphas: list[float] = []
@@ -49,6 +56,7 @@ class SketchCallback(TrainerCallback):
     ) -> None:
         optimizer = self._optimizer(kwargs)
         optimizer.zero_grad()  # as the trainer does with dense gradients
+        self._forget()
         config = optimizer.config
         if self.trainer is not None:
             callbacks = self.trainer.callback_handler.callbacks
@@ -67,9 +75,7 @@ class SketchCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._recorder is not None:
-            self._recorder.remove()
-            self._recorder = None
+        self._forget()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -111,7 +117,7 @@ class SketchCallback(TrainerCallback):
         assert config.kl_budget is not None and config.kl_budget_final is not None
         batches = self._recorder.take()
         q = self._predict(optimizer, args, model, batches)
-        step = optimizer.sketches.step + 1
+        step = state.global_step + 1
         budget = kl.kl_budget(
             step,
             start=config.kl_budget,
@@ -157,26 +163,34 @@ class SketchCallback(TrainerCallback):
         self, optimizer: SketchOptimizer, args: TrainingArguments, model: PreTrainedModel, batches: list[Inputs]
     ) -> float:
         """q of the proposal, by the method that is asked for, or that the model supports."""
-        config = optimizer.config
-        assert optimizer.update_ratio is not None
         arguments: dict[str, Any] = {
             "temperature": getattr(args, "temperature", 1.0),
-            "update_ratio": optimizer.update_ratio.item(),
-            "max_tokens": config.kl_probe_max_tokens,
+            "max_tokens": optimizer.config.kl_probe_max_tokens,
             "autocast_dtype": torch.bfloat16 if args.bf16 else None,
         }
-        if self._method is None and config.kl_probe == "auto":
-            self._method = "jvp"
+        if self._method is not None:
+            return kl.predicted_kl(model, batches, method=self._method, **arguments)
+        methods = {"auto": ["jvp", "finite_difference"]}.get(optimizer.config.kl_probe, [optimizer.config.kl_probe])
+        for method in methods:
             try:
-                return kl.predicted_kl(model, batches, method="jvp", **arguments)
-            except torch.OutOfMemoryError:
+                if batches:
+                    kl.check_head(model, batches[0])
+                q = kl.predicted_kl(model, batches, method=method, **arguments)
+            except (torch.OutOfMemoryError, FloatingPointError):
                 raise
-            except (NotImplementedError, RuntimeError) as error:
+            except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+                if method == methods[-1]:
+                    raise NotImplementedError(
+                        f"KL control by {method} does not work on {type(model).__name__}: {error}. Set kl_budget=None to "
+                        "train without it"
+                    ) from error
                 logger.warning(
                     "KL probe: finite_difference in fp32, because jvp does not work on this model: %s", error
                 )
-                self._method = "finite_difference"
-        return kl.predicted_kl(model, batches, method=self._method or config.kl_probe, **arguments)
+                continue
+            self._method = method
+            break
+        return q
 
     def _update_mismatch(self, optimizer: SketchOptimizer) -> bool:
         """Average a new measurement into κ, once per rollout; returns whether there is a κ."""

@@ -210,7 +210,8 @@ class SketchConfig:
         self._check("rank", _is_positive_int(self.rank), "a positive integer")
         pattern = self.rank_pattern
         pattern_is_good = pattern is None or (
-            isinstance(pattern, dict) and all(_is_positive_int(rank) for rank in pattern.values())
+            isinstance(pattern, dict)
+            and all(isinstance(name, str) and _is_positive_int(rank) for name, rank in pattern.items())
         )
         self._check("rank_pattern", pattern_is_good, "a mapping from layer names to positive integers")
         self._check(
@@ -254,7 +255,7 @@ class SketchConfig:
         self._check("alpha_max", _is_positive(self.alpha_max), "positive and finite")
         self._check(
             "log_realized_kl",
-            isinstance(self.log_realized_kl, int) and self.log_realized_kl >= 0,
+            _is_int(self.log_realized_kl) and self.log_realized_kl >= 0,
             "a number of steps, or 0 for never",
         )
         self._check("mismatch_ema", _is_positive(self.mismatch_ema) and self.mismatch_ema <= 1, "in (0, 1]")
@@ -343,8 +344,8 @@ def _is_positive_int(value: Any) -> bool:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _is_fraction(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 <= value < 1
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1

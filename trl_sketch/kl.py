@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import probe
+from .model import sketch_state
 from .probe import Inputs
 
 
@@ -84,7 +85,6 @@ def predicted_kl(
     *,
     temperature: float = 1.0,
     method: str = "jvp",
-    update_ratio: float = 0.0,
     max_tokens: int | None = None,
     autocast_dtype: torch.dtype | None = None,
 ) -> float:
@@ -100,20 +100,26 @@ def predicted_kl(
             is not -100; without labels, those of the attention mask.
         temperature: T, of the sampling.
         method: `jvp` or `finite_difference`.
-        update_ratio: ‖ΔW‖ / ‖W‖ of the proposal (`finite_difference`).
         max_tokens: Use at most this many positions of each response, the first ones.
         autocast_dtype: The type that the model is trained in by autocast, if it is (`jvp`).
 
     Raises:
         NotImplementedError: `jvp`, and an operation of the model has no forward-mode derivative.
+        ValueError: No update has been proposed, or an argument is not allowed.
     """
+    if not sketch_state(model).proposed:
+        raise ValueError("predicted_kl() needs a proposed update: call propose() of the SketchOptimizer first")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be positive and finite, got {temperature}")
+    if method not in ("jvp", "finite_difference"):
+        raise ValueError(f"method must be jvp or finite_difference, got {method!r}")
     total = torch.zeros(2, dtype=torch.float64)
     for inputs in [batches] if isinstance(batches, dict) else batches:
         inputs, positions = probed_positions(inputs, max_tokens)
         if method == "jvp":
             h, rate = probe.jvp(model, inputs, autocast_dtype)
         else:
-            h, rate = probe.finite_difference(model, inputs, update_ratio)
+            h, rate = probe.finite_difference(model, inputs)
         variances = _score_variance(model, h[positions], rate[positions], temperature)
         total += torch.stack([variances.sum(), torch.tensor(float(len(variances)))]).double()
     return _mean_over_ranks(total, model) / (2 * temperature**2)
@@ -185,15 +191,43 @@ def _score_variance(model: PreTrainedModel, h: torch.Tensor, rate: torch.Tensor,
     softcap = _logit_softcap(model)
     results = []
     for h_part, rate_part in zip(h.split(_POSITIONS), rate.split(_POSITIONS), strict=True):
-        moments = _Moments(2)
+        variance = _Variance(len(h_part), h.device)
         for z, dz in _scores(model, h_part, rate_part):
             if softcap is not None:
                 z = softcap * torch.tanh(z / softcap)
                 dz = dz * (1 - (z / softcap).square())
-            moments.add(z / temperature, dz, dz.square())
-        mean, square = moments.means()
-        results.append((square - mean.square()).cpu())
+            variance.add(z / temperature, dz)
+        results.append((variance.square / variance.weight).cpu())
     return torch.cat(results) if results else torch.zeros(0, dtype=torch.float64)
+
+
+class _Variance:
+    """Variance of x under softmax(z), over chunks of the vocabulary, with running maximum, mean and squared deviation.
+
+    (The mean of the squares minus the square of the mean would leave nothing but rounding errors, of either sign, for a
+    policy that is sure of its next token.)
+    """
+
+    def __init__(self, positions: int, device: torch.device) -> None:
+        zeros = torch.zeros(positions, dtype=torch.float64, device=device)
+        self.maximum, self.weight, self.mean, self.square = zeros - math.inf, zeros, zeros, zeros
+
+    def add(self, z: torch.Tensor, x: torch.Tensor) -> None:
+        """Add a chunk: scores and values, both `(positions, chunk)`."""
+        top = z.amax(dim=1, keepdim=True)
+        p = torch.exp(z - top)
+        total = p.sum(dim=1, keepdim=True)
+        mean = (p * x).sum(dim=1, keepdim=True) / total
+        square = (p * (x - mean).square()).sum(dim=1)
+        top, total, mean, square = (t.flatten().double() for t in (top, total, mean, square))
+
+        maximum = torch.maximum(self.maximum, top)
+        old, new = torch.exp(self.maximum - maximum), torch.exp(top - maximum)
+        before, added = self.weight * old, total * new
+        distance = mean - self.mean
+        self.maximum, self.weight = maximum, before + added
+        self.mean = self.mean + distance * added / self.weight
+        self.square = self.square * old + square * new + distance.square() * before * added / self.weight
 
 
 def _divergence(model: PreTrainedModel, h: torch.Tensor, change: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -254,7 +288,8 @@ def _scores(model: PreTrainedModel, h: torch.Tensor, dh: torch.Tensor) -> Iterat
 
 
 def _logit_softcap(model: PreTrainedModel) -> float | None:
-    return getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    config = model.config.get_text_config()
+    return getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
 
 
 def _logit_scale(model: PreTrainedModel) -> float:
@@ -267,6 +302,42 @@ def _logit_scale(model: PreTrainedModel) -> float:
     if scaling is None:
         return 1.0
     return scaling if config.model_type == "hyperclovax" else 1 / scaling
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel, inputs: Inputs) -> None:
+    """See that the model's logits are what this module takes them for: the LM head, applied to the backbone's output.
+
+    Args:
+        model: A causal language model.
+        inputs: Arguments of its forward, of which the first few tokens are used.
+
+    Raises:
+        NotImplementedError: They are not, as where a layer stands between the backbone and the head.
+    """
+    states: list[torch.Tensor] = []
+    ids = inputs["input_ids"][:1, :8]
+    was_training = model.training
+    handle = model.base_model.register_forward_hook(
+        lambda module, args, output: states.append(output.last_hidden_state)
+    )
+    try:
+        model.eval()
+        logits = model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -1].float()
+    finally:
+        handle.remove()
+        model.train(was_training)
+    if not logits.isfinite().all():
+        return  # the prediction itself will not be finite, and say so
+    h = states[-1][0, -1:]
+    z = torch.cat([scores for scores, _ in _scores(model, h, h)], dim=1)[0]
+    softcap = _logit_softcap(model)
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    if z.shape != logits.shape or not torch.allclose(z, logits, rtol=0.05, atol=0.02 * logits.abs().max().item()):
+        raise NotImplementedError(
+            f"the logits of {type(model).__name__} are not its LM head applied to the output of its base model"
+        )
 
 
 def _mean_over_ranks(total: torch.Tensor, model: nn.Module) -> float:

@@ -103,6 +103,9 @@ class ProjectionGroup:
             self._projected = self._input = None
         return cached
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_basis": None, "_input": None, "_projected": None, "_remaining": 0}
+
     def redrawn(self) -> None:
         """Forget what belongs to the last key."""
         self._basis = self._projected = self._input = None
@@ -179,6 +182,8 @@ class SketchState:
         anchor: A scalar that requires grad.
         coefficients: After [`SketchOptimizer.propose`], when the buffer holds factors U instead of sketches S: the
             factor c of each matrix in `ΔW = -c U A`, float64 `(M,)`. Else `None`.
+        update_ratio: ‖ΔW‖ / ‖W‖ of the proposal.
+        owner: Stands for the optimizer that was made last for this model.
         probe: If set, called as `probe(layer, input)` in the place of every layer's forward.
     """
 
@@ -189,6 +194,8 @@ class SketchState:
         self.seed = config.projection_seed or 0
         self.step = 0
         self.coefficients: torch.Tensor | None = None
+        self.update_ratio = 0.0
+        self.owner = object()
         self.probe: Callable[[SketchLinear, torch.Tensor], torch.Tensor] | None = None
         self.anchor = torch.zeros((), requires_grad=True)
         for index, layer in enumerate(self.layers.values()):
@@ -227,12 +234,16 @@ class SketchState:
         self._allocate()
         return self._sketches
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_sketches": {}, "probe": None}  # a copy's views would not be views of its buffer
+
     def _allocate(self) -> None:
-        if self._flat is not None and self._flat.device == self.device:
-            return
         device = self.device
+        if self._sketches and self._flat is not None and self._flat.device == device:
+            return
         sizes = [layer.out_features * layer.group.rank for layer in self.layers.values()]
-        self._flat = torch.zeros(sum(sizes), dtype=self.dtype, device=device)
+        if self._flat is None or self._flat.device != device:
+            self._flat = torch.zeros(sum(sizes), dtype=self.dtype, device=device)
         self._sketches = {
             name: chunk.view(layer.out_features, layer.group.rank)
             for (name, layer), chunk in zip(self.layers.items(), self._flat.split(sizes), strict=True)

@@ -1,5 +1,6 @@
 """`get_sketch_model`: choose the linear layers, check them, make them accumulate sketches, freeze everything else."""
 
+import copy
 import difflib
 import logging
 import types
@@ -44,7 +45,7 @@ def get_sketch_model(
     Raises:
         ValueError: Nothing is selected, or something that cannot be sketched; the message names it and says what to do.
     """
-    config = SketchConfig() if config is None else config
+    config = SketchConfig() if config is None else copy.deepcopy(config)
     if hasattr(model, _STATE_ATTRIBUTE):
         raise ValueError("this model already accumulates sketches: get_sketch_model() is called once per model")
     selected = dict(_select(model, config))
@@ -57,7 +58,7 @@ def get_sketch_model(
     layers = {name: _inject(name, linear, config, groups) for name, linear in selected.items()}
     state = SketchState(config, layers, list(groups.values()))
     setattr(model, _STATE_ATTRIBUTE, state)
-    model.print_trainable_parameters = types.MethodType(print_trainable_parameters, model)  # type: ignore[assignment]
+    model.print_trainable_parameters = _PrintTrainableParameters(model)  # type: ignore[assignment]
     return model
 
 
@@ -86,14 +87,22 @@ def summary(model: nn.Module) -> dict[str, int]:
     }
 
 
-def print_trainable_parameters(model: nn.Module) -> None:
-    """Print how many parameters are trained, as PEFT does, and what the sketches take."""
-    counts = summary(model)
-    print(
-        f"trainable params: {counts['trainable']:,} || all params: {counts['all']:,} || "
-        f"trainable%: {100 * counts['trainable'] / counts['all']:.4f} || "
-        f"{counts['matrices']} sketches: {counts['sketch_bytes'] / 2**20:.1f} MiB"
-    )
+class _PrintTrainableParameters:
+    """Prints how many parameters of a model are trained, as PEFT does, and what the sketches take.
+
+    (An object and not a bound method, which a model could not be unpickled with.)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self) -> None:
+        counts = summary(self.model)
+        print(
+            f"trainable params: {counts['trainable']:,} || all params: {counts['all']:,} || "
+            f"trainable%: {100 * counts['trainable'] / counts['all']:.4f} || "
+            f"{counts['matrices']} sketches: {counts['sketch_bytes'] / 2**20:.1f} MiB"
+        )
 
 
 def _select(model: nn.Module, config: SketchConfig) -> Iterator[tuple[str, nn.Linear]]:

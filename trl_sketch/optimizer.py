@@ -15,6 +15,8 @@ from .weights import SketchUpdate, quantize
 
 
 STATE_FORMAT_VERSION = 1
+# What must be the same when a run is resumed, or its statistics and projections would be of another method.
+_RESUMED = ("rank", "rank_pattern", "projection", "refresh", "share_projection", "update_rule", "norm")
 
 
 class SketchOptimizer(torch.optim.Optimizer):
@@ -36,7 +38,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         lr: Learning rate. With `update_ratio` set, only its course matters: the ratio applies at the initial `lr`.
 
     Raises:
-        ValueError: The model has no sketches, `config` differs from the model's, or `lr` is negative.
+        ValueError: The model has no sketches, `config` differs from the model's, or `lr` is negative or not finite.
     """
 
     def __init__(self, model: nn.Module, config: SketchConfig | None = None, lr: float = 1e-6) -> None:
@@ -46,8 +48,9 @@ class SketchOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 "config differs from the one given to get_sketch_model(); leave it out or pass the same one"
             )
-        if lr < 0:
-            raise ValueError(f"lr must not be negative, got {lr}")
+        if not 0 <= lr < float("inf"):
+            raise ValueError(f"lr must be finite and not negative, got {lr}")
+        self._ticket = self.sketches.owner = object()
         self.layers = list(self.sketches.layers.values())
         self.sizes = [layer.out_features for layer in self.layers]
         self._alpha = 1.0
@@ -73,9 +76,14 @@ class SketchOptimizer(torch.optim.Optimizer):
 
         Raises:
             FloatingPointError: A sketch is not finite; the message names the layers. No weight has moved.
-            RuntimeError: An update is proposed already.
+            RuntimeError: An update is proposed already, or a later optimizer has taken over the model.
+            ValueError: `max_grad_norm` is negative.
         """
         config, state = self.config, self.sketches
+        if state.owner is not self._ticket:
+            raise RuntimeError("another SketchOptimizer has been made for this model since: a model has one at a time")
+        if max_grad_norm is not None and not max_grad_norm >= 0:
+            raise ValueError(f"max_grad_norm must not be negative, got {max_grad_norm}")
         if state.proposed:
             raise RuntimeError(
                 "propose() was called twice: call step() to apply the proposal, or zero_grad() to drop it"
@@ -173,6 +181,7 @@ class SketchOptimizer(torch.optim.Optimizer):
             sizes = torch.where(reached > 0, target / reached, 0.0).expand_as(applied)
         moved = torch.linalg.vector_norm(sizes * applied)
         self.update_ratio = moved / torch.linalg.vector_norm(weight_norms).clamp_min(torch.finfo(torch.float32).tiny)
+        self.sketches.update_ratio = self.update_ratio.item()
         return sizes
 
     def scale(self, alpha: float) -> None:
@@ -235,6 +244,7 @@ class SketchOptimizer(torch.optim.Optimizer):
             "step": self.sketches.step,
             "seed": self.sketches.seed,
             "mismatch": self.mismatch,
+            "config": {name: getattr(self.config, name) for name in _RESUMED},
             "moments": moments,
         }
         return super().state_dict() | {"sketch": sketch}
@@ -243,7 +253,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         """Load what [`state_dict`] returned. No weight moves.
 
         Raises:
-            ValueError: The state is not of this optimizer, of another format version, or of another set of matrices.
+            ValueError: The state is not of this optimizer, of another format version, or of another set of matrices or method.
         """
         sketch = state_dict.get("sketch")
         if sketch is None:
@@ -253,6 +263,11 @@ class SketchOptimizer(torch.optim.Optimizer):
                 f"the optimizer state has format version {sketch['format_version']}, this version of trl_sketch reads "
                 f"{STATE_FORMAT_VERSION}: resume with the version that wrote it"
             )
+        changed = {name: value for name, value in sketch["config"].items() if getattr(self.config, name) != value}
+        if changed:
+            was = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+            now = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in changed)
+            raise ValueError(f"the run was saved with {was} and is resumed with {now}: resume with the same settings")
         moments = {}
         for kind, parts in sketch["moments"].items():
             if set(parts) != set(self.sketches.layers):
@@ -267,7 +282,8 @@ class SketchOptimizer(torch.optim.Optimizer):
                     )
                 part.copy_(parts[name])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "sketch"})
-        self._moments, self._next_moments = moments, {}
+        self.zero_grad()
+        self._moments = moments
         self.mismatch = sketch["mismatch"]
         self.sketches.seed = sketch["seed"]
         self.sketches.set_step(sketch["step"])

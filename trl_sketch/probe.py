@@ -14,6 +14,7 @@ forward-mode derivative, and some no fp32.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ _ATTENTION = "sketch_probe"
 _ATTENTION_ELEMENTS = 2**22  # of a temporary of the blocked attention
 _FINITE_DIFFERENCE_RATIO = 2e-5
 _NOT_FOR_BACKBONE = ("labels", "shift_labels", "fused_lm_head", "num_items_in_batch", "logits_to_keep", "return_dict")
+
+# The attention implementations that a probe stands in for.
+_replaced: ContextVar[frozenset[str | None]] = ContextVar("_replaced", default=frozenset())
 
 Inputs = dict[str, Any]
 
@@ -117,16 +121,9 @@ def jvp(
         return primal, tangent
 
 
-def finite_difference(
-    model: PreTrainedModel, inputs: Inputs, update_ratio: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As [`jvp`], by a symmetric difference in fp32.
-
-    Args:
-        model: A model with a proposed update.
-        inputs: Arguments of its forward.
-        update_ratio: ‖ΔW‖ / ‖W‖ of the proposal, to choose the size of the difference.
-    """
+def finite_difference(model: PreTrainedModel, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """As [`jvp`], by a symmetric difference in fp32."""
+    update_ratio = sketch_state(model).update_ratio
     epsilon = _FINITE_DIFFERENCE_RATIO / update_ratio if update_ratio > 0 else 1.0
     above, below = (_displaced(model, inputs, sign * epsilon) for sign in (1, -1))
     return (above + below) / 2, (above - below) / (2 * epsilon)
@@ -177,9 +174,13 @@ def _probing(model: PreTrainedModel, linear: Callable[[SketchLinear, torch.Tenso
     """No gradients, evaluation mode, our attention, `linear` in the selected layers; everything is put back."""
     state = sketch_state(model)
     training = [module for module in model.modules() if module.training]
+    # A model that does not look its attention up keeps its own, which is plain enough to be differentiated as a rule.
+    owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    swaps = all(module._can_set_attn_implementation() for module in owners)
     all_configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in all_configs if isinstance(config, PretrainedConfig)}
+    configs = {id(config): config for config in all_configs if swaps and isinstance(config, PretrainedConfig)}
     attention = [(config, config._attn_implementation_internal) for config in configs.values()]
+    token = _replaced.set(frozenset(implementation for _, implementation in attention))
     try:
         for module in training:
             module.training = False
@@ -189,6 +190,7 @@ def _probing(model: PreTrainedModel, linear: Callable[[SketchLinear, torch.Tenso
         with torch.no_grad():
             yield
     finally:
+        _replaced.reset(token)
         state.probe = None
         for config, implementation in attention:
             config._attn_implementation_internal = implementation
@@ -291,13 +293,15 @@ def _attention(
         attention_mask: Of any kind; `None` is causal.
         scaling: Of the scores; default 1/√head_dim.
         dropout: Not used: probes run in evaluation mode.
-        softcap: c in c·tanh(score / c).
+        softcap: c in c·tanh(score / c); left out where the model runs on sdpa, which leaves it out as well.
 
     Returns:
         `(batch, queries, heads, value_dim)`, and no attention weights.
     """
     if kwargs.get("s_aux") is not None:
         raise NotImplementedError("attention sinks")
+    if "sdpa" in _replaced.get():
+        softcap = None
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     scaling = width**-0.5 if scaling is None else scaling

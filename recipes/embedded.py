@@ -218,7 +218,12 @@ def warm_start_model(settings: WarmStart | None = None, cache: Path | None = Non
 
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, settings)
-    supervised_training(model, tokenizer, settings, progress)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the fastest for so small a model, and the same result whatever the caller has set
+    try:
+        supervised_training(model, tokenizer, settings, progress)
+    finally:
+        torch.set_num_threads(threads)
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Written beside its final place and renamed at the end: a killed run leaves no half-written model to be found.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unfinished-") as unfinished:

@@ -28,7 +28,8 @@ sys.path.insert(0, str(ROOT / "recipes"))
 from embedded import WarmStart, exact_match, make_problems, warm_start_model  # noqa: E402
 
 
-def rewards(output: str, steps: int, seed: int, **config: Any) -> list[float]:
+def rewards(output: str, steps: int, seed: int = 0, schedule: str = "linear", **config: Any) -> list[float]:
+    """Reward of each step of the embedded default; `config` goes to `SketchConfig`."""
     trainer = SketchGRPOTrainer(
         model=warm_start_model(WarmStart(seed=seed)),
         reward_funcs=exact_match,
@@ -42,7 +43,7 @@ def rewards(output: str, steps: int, seed: int, **config: Any) -> list[float]:
             per_device_train_batch_size=128,
             num_generations=8,
             max_completion_length=10,
-            lr_scheduler_type="linear",
+            lr_scheduler_type=schedule,
             gradient_checkpointing=False,
             logging_steps=1,
             report_to="none",

@@ -239,3 +239,24 @@ def test_a_model_that_cannot_be_probed_is_named(policy_folder: str, tmp_path: Pa
     trainer.model.lm_head.register_forward_hook(lambda module, args, output: output.flip(-1))
     with pytest.raises(NotImplementedError, match="does not work on Qwen3ForCausalLM.*Set kl_budget=None"):
         trainer.train()
+
+
+def test_a_method_is_not_settled_by_a_step_without_responses(
+    policy_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All responses of the first step are cut off and masked; the fallback is found at the first step that has some."""
+    trainer = build(policy_folder, tmp_path, SketchConfig(rank=16), max_steps=3, mask_truncated_completions=True)
+    trainer.model.model.layers[1].register_forward_hook(lambda module, args, output: NoForwardMode.apply(output))
+    original, calls = trainer._generate_and_score_completions, []
+
+    def generate(inputs: Any) -> Any:
+        output = original(inputs)
+        output["completion_mask"][:] = 1 if calls else 0
+        calls.append(1)
+        return output
+
+    trainer._generate_and_score_completions = generate
+    with caplog.at_level(logging.WARNING, logger="trl_sketch"):
+        trainer.train()
+    assert logged(trainer, "sketch/predicted_kl")[0] == 0
+    assert sum("finite_difference" in record.getMessage() for record in caplog.records) == 1

@@ -33,9 +33,17 @@ class SketchCallback(TrainerCallback):
         trainer: The trainer it is added to. Given, the callback moves in front of those that report to W&B and others,
             so that they see its metrics as well; without it the metrics appear only in the progress bar and in
             `state.log_history`.
+
+    Raises:
+        ValueError: The trainer runs in several processes.
     """
 
     def __init__(self, trainer: Trainer | None = None) -> None:
+        if trainer is not None and trainer.args.world_size > 1:
+            raise ValueError(
+                f"sketches are trained in one process so far, and this run has {trainer.args.world_size}: start it with "
+                "`accelerate launch --num_processes 1`"
+            )
         self.trainer = trainer
         self._recorder: InputRecorder | None = None
         self._method: str | None = None  # of the KL probe, once it is known what works
@@ -188,7 +196,8 @@ class SketchCallback(TrainerCallback):
                     "KL probe: finite_difference in fp32, because jvp does not work on this model: %s", error
                 )
                 continue
-            self._method = method
+            if batches:  # else nothing has been tried
+                self._method = method
             break
         return q
 

@@ -102,11 +102,6 @@ class SketchGRPOTrainer(GRPOTrainer):
                 optimizers=optimizers,
                 **kwargs,
             )
-        if self.accelerator.num_processes > 1:
-            raise ValueError(
-                f"SketchGRPOTrainer runs in one process so far, and this run has {self.accelerator.num_processes}: start it "
-                "with `accelerate launch --num_processes 1`"
-            )
         policy: Any = self.model
         if not _is_sketched(policy):
             get_sketch_model(policy, peft_config, compute_dtype=torch.bfloat16 if self.args.bf16 else None)
@@ -174,7 +169,7 @@ def _check_arguments(
     if args.fp16:
         raise ValueError("fp16=True needs loss scaling, which works on dense gradients: use bf16=True")
     if args.deepspeed is not None:
-        raise ValueError("deepspeed shards weights in a way that sketches do not support: use DDP or FSDP2")
+        raise ValueError("deepspeed shards weights in a way that sketches do not support: leave it out")
     if args.optim != type(args).optim:
         logger.warning("optim=%s is not used: the weights are trained by a SketchOptimizer.", args.optim)
     if args.weight_decay:

@@ -184,6 +184,19 @@ def test_prediction_equals_the_dense_reference(architecture: str, overrides: dic
     assert q == pytest.approx(reference_kl(model, inputs, 0.7), rel=1e-3)
 
 
+@pytest.mark.parametrize(("architecture", "attention"), [("qwen3", "sdpa"), ("gemma2", "eager"), ("gemma2", "sdpa")])
+def test_a_probe_runs_the_model_as_it_is_run(architecture: str, attention: str) -> None:
+    """Also where that leaves something out: sdpa does not cap the scores of Gemma 2."""
+    model, inputs = build(architecture, attn_logit_softcapping=0.5, initializer_range=0.3).eval(), batch()
+    model.config._attn_implementation = attention
+    get_sketch_model(model, SketchConfig(rank=4))
+    arguments = {name: value for name, value in inputs.items() if name != "labels"}
+    seen = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        own = model.model(**arguments).last_hidden_state[seen]
+    torch.testing.assert_close(probe.hidden_states(model, arguments)[seen], own, rtol=1e-4, atol=1e-4)
+
+
 def test_blocks_of_attention_equal_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build(), batch()
     propose(model, inputs, 1e-4)

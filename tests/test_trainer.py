@@ -264,7 +264,7 @@ def test_fp16_is_refused(make: Callable[..., Any]) -> None:
 def test_deepspeed_is_refused(policy_folder: str, tmp_path: Path) -> None:
     args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
     args.deepspeed = "zero3.json"  # the constructor would look for the package
-    with pytest.raises(ValueError, match="deepspeed.*FSDP2"):
+    with pytest.raises(ValueError, match="deepspeed.*leave it out"):
         SketchGRPOTrainer(policy_folder, alphabet_reward, args)
 
 

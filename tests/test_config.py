@@ -44,6 +44,7 @@ EVERY_FIELD = {
     "mismatch_subtraction": ("false", ["false"], False),
     "mismatch_ema": ("0.5", ["0.5"], 0.5),
     "mismatch_floor": ("0.25", ["0.25"], 0.25),
+    "skip_nonfinite_steps": ("true", ["true"], True),
 }
 
 

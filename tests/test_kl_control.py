@@ -180,7 +180,9 @@ def test_mismatch_is_averaged_once_per_rollout_and_narrows_the_budget(policy_fol
     assert logged(trainer, "sketch/mismatch") == pytest.approx([4e-4, 4e-4, second, second], rel=1e-3)
     budgets = [1e-3 - 4e-4, 1e-3 - 4e-4, 1e-3 - second, 1e-3 - second]
     assert logged(trainer, "sketch/kl_budget") == pytest.approx(budgets, rel=1e-3)
-    assert trainer.optimizer.optimizer.state_dict()["sketch"]["mismatch"] == pytest.approx(second, rel=1e-3)
+    assert trainer.optimizer.optimizer.state_dict()["param_groups"][0]["sketch"]["mismatch"] == pytest.approx(
+        second, rel=1e-3
+    )
 
 
 def test_truncated_sampling_with_vllm_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from . import kl
+from . import distributed, kl
 from .optimizer import SketchOptimizer
 from .probe import InputRecorder, Inputs
 
@@ -35,15 +35,13 @@ class SketchCallback(TrainerCallback):
             `state.log_history`.
 
     Raises:
-        ValueError: The trainer runs in several processes.
+        ValueError: The trainer runs in a way that sketches are not trained in, as DeepSpeed or FSDP1.
     """
 
     def __init__(self, trainer: Trainer | None = None) -> None:
-        if trainer is not None and trainer.args.world_size > 1:
-            raise ValueError(
-                f"sketches are trained in one process so far, and this run has {trainer.args.world_size}: start it with "
-                "`accelerate launch --num_processes 1`"
-            )
+        if trainer is not None:
+            distributed.check_engine(trainer)
+            distributed.prepare_engine(trainer)
         self.trainer = trainer
         self._recorder: InputRecorder | None = None
         self._method: str | None = None  # of the KL probe, once it is known what works
@@ -66,6 +64,9 @@ class SketchCallback(TrainerCallback):
         optimizer.zero_grad()  # as the trainer does with dense gradients
         self._forget()
         config = optimizer.config
+        if distributed.is_sharded(kwargs["model"]):
+            # generate() then waits for the ranks whose responses are longer; accelerate does not say so of FSDP2
+            kwargs["model"]._is_fsdp_managed_module = True
         if self.trainer is not None:
             callbacks = self.trainer.callback_handler.callbacks
             callbacks.remove(self)
@@ -89,11 +90,21 @@ class SketchCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         optimizer = self._optimizer(kwargs)
-        optimizer.propose(max_grad_norm=args.max_grad_norm)
-        assert optimizer.grad_norm is not None and optimizer.update_ratio is not None
-        self._metrics["grad_norm"].append(optimizer.grad_norm.item())
-        alpha = 1.0 if self._recorder is None else self._scale(optimizer, args, state, kwargs["model"])
-        self._metrics["sketch/update_ratio"].append(alpha * optimizer.update_ratio.item())
+        try:
+            optimizer.propose(max_grad_norm=args.max_grad_norm)
+            assert optimizer.grad_norm is not None and optimizer.update_ratio is not None
+            alpha = 1.0 if self._recorder is None else self._scale(optimizer, args, state, kwargs["model"])
+        except FloatingPointError as error:  # on every rank, or on none
+            if not optimizer.config.skip_nonfinite_steps:
+                raise
+            logger.warning("Step %d is skipped: %s", state.global_step + 1, error)
+            optimizer.skip()
+            self._before = None
+            if self._recorder is not None:
+                self._recorder.take()
+        else:
+            self._metrics["grad_norm"].append(optimizer.grad_norm.item())
+            self._metrics["sketch/update_ratio"].append(alpha * optimizer.update_ratio.item())
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -123,7 +134,7 @@ class SketchCallback(TrainerCallback):
             )
         config = optimizer.config
         assert config.kl_budget is not None and config.kl_budget_final is not None
-        batches = self._recorder.take()
+        batches = kl.even_batches(self._recorder.take(), model)
         q = self._predict(optimizer, args, model, batches)
         step = state.global_step + 1
         budget = kl.kl_budget(
@@ -227,6 +238,9 @@ class SketchCallback(TrainerCallback):
             return
         means = {name: sum(values) / len(values) for name, values in self._metrics.items()}
         self._metrics.clear()
+        optimizer = self._optimizer(kwargs)
+        if optimizer.config.skip_nonfinite_steps:
+            means["sketch/skipped_steps"] = optimizer.skipped_steps
         logs.update(means)
         state.log_history[-1].update(means)  # filled from `logs` before callbacks see it
 

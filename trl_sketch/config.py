@@ -179,6 +179,13 @@ class SketchConfig:
     mismatch_floor: float = field(
         default=0.5, metadata={"help": "Share of the budget that the subtraction always leaves."}
     )
+    skip_nonfinite_steps: bool = field(
+        default=False,
+        metadata={
+            "help": "Skip a step whose sketches or predicted KL are not finite, on all ranks, instead of stopping; "
+            "`sketch/skipped_steps` counts them."
+        },
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.rank_pattern, str):
@@ -204,6 +211,7 @@ class SketchConfig:
         self._check("layers_to_transform", indices_are_good, "None or indices of layers")
         self._check("share_projection", isinstance(self.share_projection, bool), "True or False")
         self._check("mismatch_subtraction", isinstance(self.mismatch_subtraction, bool), "True or False")
+        self._check("skip_nonfinite_steps", isinstance(self.skip_nonfinite_steps, bool), "True or False")
         self._check(
             "projection_seed", self.projection_seed is None or _is_int(self.projection_seed), "None or an integer"
         )

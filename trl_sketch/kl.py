@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import probe
+from . import distributed, probe
 from .model import sketch_state
 from .probe import Inputs
 
@@ -160,6 +160,18 @@ def reference_states(
     return states
 
 
+def even_batches(batches: list[Inputs], model: nn.Module) -> list[Inputs]:
+    """As many batches on every rank: a rank with fewer gets batches of one token and no position that counts.
+
+    The ranks of a sharded model must run equally many forward passes, and all must learn what works. Every rank of a
+    process group must call this.
+    """
+    device = next(model.parameters()).device
+    ids = torch.zeros(1, 1, dtype=torch.long, device=device)
+    empty = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.full_like(ids, -100)}
+    return batches + [empty] * (distributed.largest(len(batches), device) - len(batches))
+
+
 def probed_positions(inputs: Inputs, max_tokens: int | None = None) -> tuple[Inputs, torch.Tensor]:
     """The inputs, cut behind the last context that is needed, and a bool mask `(batch, length)` of the contexts."""
     ids = inputs["input_ids"]
@@ -189,10 +201,11 @@ def probed_positions(inputs: Inputs, max_tokens: int | None = None) -> tuple[Inp
 def _score_variance(model: PreTrainedModel, h: torch.Tensor, rate: torch.Tensor, temperature: float) -> torch.Tensor:
     """Var_{v∼p}[ż_v] of each context, float64 `(positions,)` on the CPU, from `h` and `ḣ (positions, width)`."""
     softcap = _logit_softcap(model)
+    head = _head(model)
     results = []
     for h_part, rate_part in zip(h.split(_POSITIONS), rate.split(_POSITIONS), strict=True):
         variance = _Variance(len(h_part), h.device)
-        for z, dz in _scores(model, h_part, rate_part):
+        for z, dz in _scores(head, h_part, rate_part):
             if softcap is not None:
                 z = softcap * torch.tanh(z / softcap)
                 dz = dz * (1 - (z / softcap).square())
@@ -236,10 +249,11 @@ def _divergence(model: PreTrainedModel, h: torch.Tensor, change: torch.Tensor, t
     With d the change of the scores over T it is log E_p[e^d] − E_p[d]; small differences of large numbers are avoided.
     """
     softcap = _logit_softcap(model)
+    head = _head(model)
     results = []
     for h_part, change_part in zip(h.split(_POSITIONS), change.split(_POSITIONS), strict=True):
         moments = _Moments(2)
-        for z, dz in _scores(model, h_part, change_part):
+        for z, dz in _scores(head, h_part, change_part):
             if softcap is not None:
                 new = softcap * torch.tanh((z + dz) / softcap)
                 z = softcap * torch.tanh(z / softcap)
@@ -275,16 +289,30 @@ class _Moments:
         return self.sums[1:] / self.sums[0]
 
 
-def _scores(model: PreTrainedModel, h: torch.Tensor, dh: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+class _Head(NamedTuple):
+    """The LM head: weight `(vocabulary, width)`, bias `(vocabulary,)` or `None`, and the factor of the scores."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    scale: float
+
+
+def _head(model: PreTrainedModel) -> _Head:
+    """The whole head; of a sharded model it is gathered, so that every rank must call this."""
+    module: Any = model.get_output_embeddings()
+    bias = getattr(module, "bias", None)
+    weight = distributed.whole(module.weight.detach())
+    return _Head(weight, None if bias is None else distributed.whole(bias.detach()), _logit_scale(model))
+
+
+def _scores(head: _Head, h: torch.Tensor, dh: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Scores and their change `(positions, chunk)` in fp32, a chunk of the vocabulary at a time."""
-    head: Any = model.get_output_embeddings()
-    weight, bias = head.weight.detach(), getattr(head, "bias", None)
-    scale = _logit_scale(model)
     h, dh = h.float(), dh.float()
-    for start in range(0, weight.shape[0], _VOCABULARY):
-        rows = weight[start : start + _VOCABULARY].float()
-        z = F.linear(h, rows, None if bias is None else bias.detach()[start : start + _VOCABULARY].float())
-        yield z.mul_(scale), F.linear(dh, rows).mul_(scale)
+    for start in range(0, head.weight.shape[0], _VOCABULARY):
+        part = slice(start, start + _VOCABULARY)
+        rows = head.weight[part].float()
+        z = F.linear(h, rows, None if head.bias is None else head.bias[part].float())
+        yield z.mul_(head.scale), F.linear(dh, rows).mul_(head.scale)
 
 
 def _logit_softcap(model: PreTrainedModel) -> float | None:
@@ -330,7 +358,7 @@ def check_head(model: PreTrainedModel, inputs: Inputs) -> None:
     if not logits.isfinite().all():
         return  # the prediction itself will not be finite, and say so
     h = states[-1][0, -1:]
-    z = torch.cat([scores for scores, _ in _scores(model, h, h)], dim=1)[0]
+    z = torch.cat([scores for scores, _ in _scores(_head(model), h, h)], dim=1)[0]
     softcap = _logit_softcap(model)
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)

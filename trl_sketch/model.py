@@ -11,6 +11,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils.other import get_pattern_key
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -160,6 +161,11 @@ def _why_not(module: nn.Module) -> str | None:
     """What keeps a module from being sketched, as the end of a sentence; `None` if nothing does."""
     kind = type(module).__name__
     if type(module) is nn.Linear:
+        if isinstance(module.weight, DTensor):
+            return (
+                "has a weight that is sharded already, by FSDP2 or tensor parallelism: call get_sketch_model() before "
+                "fully_shard(); tensor parallelism is not supported"
+            )
         if type(module.weight.data) is not torch.Tensor:
             return (
                 f"has a weight of type {type(module.weight.data).__name__}, and an update must change it in place: load "

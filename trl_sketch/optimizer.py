@@ -1,22 +1,26 @@
 """`SketchOptimizer`: from the sketches of a model to new weights, in three calls: propose, scale, step."""
 
+import json
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from . import rules
+from . import distributed, rules
 from .config import SketchConfig
 from .layers import ProjectionGroup, SketchLinear
 from .model import sketch_state
-from .projection import derive_key
+from .projection import derive_key, projection_basis
 from .weights import SketchUpdate, quantize
 
 
-STATE_FORMAT_VERSION = 1
+STATE_FORMAT_VERSION = 2
 # What must be the same when a run is resumed, or its statistics and projections would be of another method.
 _RESUMED = ("rank", "rank_pattern", "projection", "refresh", "share_projection", "update_rule", "norm")
+_MOMENTS = {"sgd": (), "row_adam": ("second",), "adam": ("first", "second")}
 
 
 class SketchOptimizer(torch.optim.Optimizer):
@@ -53,13 +57,20 @@ class SketchOptimizer(torch.optim.Optimizer):
         self._ticket = self.sketches.owner = object()
         self.layers = list(self.sketches.layers.values())
         self.sizes = [layer.out_features for layer in self.layers]
+        self._model = model
         self._alpha = 1.0
-        self._moments: dict[str, torch.Tensor] = {}
+        self._skips = False
+        self._ranks_agree = False
+        # Allocated here and not in the first backward, which may be compiled, and so that a state has always the same
+        # entries, which checkpoint libraries count on.
+        _ = self.sketches.flat
+        self._moments = {kind: self._new_moment() for kind in _MOMENTS[self.config.update_rule]}
         self._next_moments: dict[str, torch.Tensor] = {}  # of a proposal; they become the moments in step()
         self.grad_norm: torch.Tensor | None = None
         self.update_ratio: torch.Tensor | None = None
         self.mismatch: float | None = None  # κ of the KL budget, smoothed; here to be saved with the optimizer
-        _ = self.sketches.flat  # allocated here and not in the first backward, which may be compiled
+        self.skipped_steps = 0
+        self.listeners: list[Callable[[int, list[SketchUpdate]], None]] = []
         super().__init__([layer.weight for layer in self.layers], defaults={"lr": lr, "initial_lr": lr})
 
     # ------------------------------------------------------------------ propose, scale, step
@@ -68,16 +79,17 @@ class SketchOptimizer(torch.optim.Optimizer):
     def propose(self, max_grad_norm: float | None = None) -> None:
         """Turn the sketches S into factors U, in place, and fix the size of the update. No weight moves.
 
-        Sets `grad_norm`, the norm of all sketches together (0-dim float64; its square is an unbiased estimate of the
+        In a process group the sketches become their mean over all ranks first. Sets `grad_norm`, the norm of all sketches together (0-dim float64; its square is an unbiased estimate of the
         dense gradient's), and `update_ratio`, the proposal's ‖ΔW‖ / ‖W‖ over all selected weights.
 
         Args:
             max_grad_norm: Scale the sketches down to this norm, if theirs is larger (`None` or 0: do not).
 
         Raises:
-            FloatingPointError: A sketch is not finite; the message names the layers. No weight has moved.
-            RuntimeError: An update is proposed already, or a later optimizer has taken over the model.
-            ValueError: `max_grad_norm` is negative.
+            FloatingPointError: A sketch is not finite, on any rank; the message names the layers. No weight has moved.
+            RuntimeError: An update is proposed already, a later optimizer has taken over the model, or the ranks of a
+                process group have different projections or weights.
+            ValueError: `max_grad_norm` is negative, or a weight is sharded in a way that is not supported.
         """
         config, state = self.config, self.sketches
         if state.owner is not self._ticket:
@@ -88,6 +100,8 @@ class SketchOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "propose() was called twice: call step() to apply the proposal, or zero_grad() to drop it"
             )
+        self._check_ranks()
+        distributed.average_(state.flat)
         blocks = state.rank_blocks()
         row_norm = torch.cat([torch.linalg.vector_norm(block, dim=1) for block, _ in blocks])
         norms = rules.per_matrix(row_norm, self.sizes)
@@ -105,7 +119,7 @@ class SketchOptimizer(torch.optim.Optimizer):
                 (row_norm / rules.per_row(unit, self.sizes)).square_().div_(row_rank).to(row_norm.dtype),
                 self._next_moment("second"),
                 self.sizes,
-                step=state.step + 1,
+                step=self._updates + 1,
                 beta2=config.beta2,
                 relative_epsilon=config.relative_epsilon,
             )
@@ -137,7 +151,7 @@ class SketchOptimizer(torch.optim.Optimizer):
                 layer.sketch.div_(scale.to(flat.dtype)),
                 first.view_as(layer.sketch),
                 second.view_as(layer.sketch),
-                step=self.sketches.step + 1,
+                step=self._updates + 1,
                 beta1=self.config.beta1,
                 beta2=self.config.beta2,
                 relative_epsilon=self.config.relative_epsilon,
@@ -162,9 +176,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         """The factor c of each matrix `(M,)`, in `ΔW = -c U A`, from ‖U A‖ `(M,)`."""
         group = self.param_groups[0]
         lr, config = float(group["lr"]), self.config
-        weight_norms = torch.stack(
-            [torch.linalg.vector_norm(layer.weight, dtype=self.sketches.flat.dtype).double() for layer in self.layers]
-        )
+        weight_norms = distributed.norms(self._weights(), self.sketches.flat.dtype)
         if config.norm == "none":
             sizes = torch.full_like(applied, lr)
         else:
@@ -192,9 +204,17 @@ class SketchOptimizer(torch.optim.Optimizer):
             raise ValueError(f"alpha must be finite and not negative, got {alpha}")
         self._alpha *= alpha
 
+    def skip(self) -> None:
+        """Drop the sketches and any proposal; the next [`step`] counts, and changes no weight and no moment."""
+        self.zero_grad()
+        self._skips = True
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the proposed update (propose first, if nothing is), empty the sketches, and go to the next projection.
+
+        With empty sketches and a learning rate of 0, as checkpoint libraries call it to have a state made, it does
+        nothing.
 
         Raises:
             FloatingPointError: See [`propose`].
@@ -203,16 +223,36 @@ class SketchOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self.sketches.proposed:
-            self.propose()
+        state = self.sketches
+        if self._skips:
+            self.skipped_steps += 1
+        elif not state.proposed and self.param_groups[0]["lr"] == 0 and not state.flat.any():
+            return loss
+        else:
+            if not state.proposed:
+                self.propose()
+            updates = self._apply()
+            self._moments |= self._next_moments
+        self.zero_grad()
+        state.set_step(state.step + 1)
+        for listener in self.listeners:
+            listener(state.step, [] if self._skips else updates)
+        self._skips = False
+        return loss
+
+    def _apply(self) -> list[SketchUpdate]:
+        """Change the weights, a matrix at a time; the updates are kept only if somebody listens."""
+        weights = dict(zip(self.layers, self._weights(), strict=True))
+        updates: dict[str, SketchUpdate] = {}
         for group, members in self._by_group():
             basis = group.basis(torch.float32)
             for _, layer in members:
-                self._update_of(layer).apply_(layer.weight, basis=basis)
-        self._moments |= self._next_moments
-        self.zero_grad()
-        self.sketches.set_step(self.sketches.step + 1)
-        return loss
+                update = self._update_of(layer)
+                block, rows, cols = distributed.local_block(weights[layer])
+                update.apply_(block, rows, cols, basis=basis[:, slice(*cols)])
+                if self.listeners:
+                    updates[layer.name] = update
+        return [updates[layer.name] for layer in self.layers] if self.listeners else []
 
     def _update_of(self, layer: SketchLinear) -> SketchUpdate:
         """The proposed update of one matrix, scaled by α and quantized."""
@@ -223,7 +263,7 @@ class SketchOptimizer(torch.optim.Optimizer):
             name=layer.name,
             projection=group.kind,
             in_features=layer.in_features,
-            projection_key=group.key,
+            projection_key=group.key.clone(),  # the next step overwrites it
             rounding_key=torch.tensor(rounding, dtype=torch.int32, device=q.device),
             q=q,
             exponent=exponent,
@@ -234,20 +274,60 @@ class SketchOptimizer(torch.optim.Optimizer):
         self.sketches.zero_()
         self._next_moments = {}
 
+    # ------------------------------------------------------------------ several ranks
+
+    def _weights(self) -> list[torch.Tensor]:
+        """The weights in the order of the layers; under FSDP2 the shards, also where a layer's are gathered just now."""
+        held = self.param_groups[0]["params"]
+        return [
+            own if isinstance(own, DTensor) else layer.weight for layer, own in zip(self.layers, held, strict=True)
+        ]
+
+    def _check_ranks(self) -> None:
+        """Once, before the first step: the ranks have the same settings, projections and weights."""
+        if self._ranks_agree:
+            return
+        names = [layer.name for layer in self.layers]
+        distributed.check_sharding(self._model, dict(zip(names, self._weights(), strict=True)))
+        if distributed.world_size() > 1:
+            state = self.sketches
+            shapes = [(layer.name, layer.out_features, layer.group.rank) for layer in self.layers]
+            drawn = {(group.kind, group.rank, group.in_features): group for group in state.groups}.values()
+            bases = [
+                projection_basis(g.kind, g.key, g.rank, g.in_features, cols=(0, min(64, g.in_features))) for g in drawn
+            ]
+            # Where weights are sharded the ranks hold different parts, which FSDP2 took from one rank or loaded itself.
+            plain = [p for p in self._model.parameters() if not isinstance(p, DTensor)]
+            fingerprint = {
+                "the matrices that are trained, or their settings": zlib.crc32(
+                    json.dumps([self.config.to_dict(), shapes], sort_keys=True, default=str).encode()
+                ),
+                "the seed or the step": hash((state.seed, state.step)),
+                "the random projections": sum(int(key) for key in state.keys) + sum(map(distributed.checksum, bases)),
+                "the weights": sum(map(distributed.checksum, plain)) if len(plain) else 0,
+            }
+            distributed.check_agreement(fingerprint, state.flat.device)
+        self._ranks_agree = True
+
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameter groups, step, seed, and the moments by matrix name."""
-        moments = {kind: dict(self._moment_parts(moment)) for kind, moment in self._moments.items()}
-        sketch = {
+        """As torch's, with an entry `sketch` in the parameter group: step, seed, moments, mismatch, and whose they are.
+
+        It is there and not under `state` because checkpoint libraries drop the state of parameters that do not require
+        grad. It has the same entries at all times.
+        """
+        state, sketches = super().state_dict(), self.sketches
+        counters = [sketches.step, sketches.seed, self.skipped_steps]
+        state["param_groups"][0]["sketch"] = {
             "format_version": STATE_FORMAT_VERSION,
-            "step": self.sketches.step,
-            "seed": self.sketches.seed,
+            "config": json.dumps({name: getattr(self.config, name) for name in _RESUMED}),
+            "matrices": json.dumps({layer.name: layer.out_features for layer in self.layers}),
+            "counters": torch.tensor(counters, device=sketches.flat.device),
             "mismatch": self.mismatch,
-            "config": {name: getattr(self.config, name) for name in _RESUMED},
-            "moments": moments,
+            "moments": dict(self._moments),
         }
-        return super().state_dict() | {"sketch": sketch}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what [`state_dict`] returned. No weight moves.
@@ -255,56 +335,56 @@ class SketchOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: The state is not of this optimizer, of another format version, or of another set of matrices or method.
         """
-        sketch = state_dict.get("sketch")
+        first, *others = state_dict["param_groups"]
+        sketch = first.get("sketch")
         if sketch is None:
+            if "sketch" in state_dict:
+                raise ValueError(_other_version(state_dict["sketch"].get("format_version")))
             raise ValueError("this is not the state of a SketchOptimizer: it has no entry 'sketch'")
         if sketch["format_version"] != STATE_FORMAT_VERSION:
-            raise ValueError(
-                f"the optimizer state has format version {sketch['format_version']}, this version of trl_sketch reads "
-                f"{STATE_FORMAT_VERSION}: resume with the version that wrote it"
-            )
-        changed = {name: value for name, value in sketch["config"].items() if getattr(self.config, name) != value}
+            raise ValueError(_other_version(sketch["format_version"]))
+        saved = json.loads(sketch["config"])
+        changed = {name: value for name, value in saved.items() if getattr(self.config, name) != value}
         if changed:
             was = ", ".join(f"{name}={value!r}" for name, value in changed.items())
             now = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in changed)
             raise ValueError(f"the run was saved with {was} and is resumed with {now}: resume with the same settings")
-        moments = {}
-        for kind, parts in sketch["moments"].items():
-            if set(parts) != set(self.sketches.layers):
-                odd = sorted(set(parts) ^ set(self.sketches.layers))
-                raise ValueError(f"the optimizer state belongs to other matrices; it differs in {', '.join(odd[:5])}")
-            moments[kind] = self._new_moment()
-            for name, part in self._moment_parts(moments[kind]):
-                if part.shape != parts[name].shape:
-                    raise ValueError(
-                        f"{name}: the saved moment has shape {tuple(parts[name].shape)}, this model's has "
-                        f"{tuple(part.shape)}: resume with the rank and the model that the state was saved with"
-                    )
-                part.copy_(parts[name])
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "sketch"})
+        saved, here = json.loads(sketch["matrices"]), {layer.name: layer.out_features for layer in self.layers}
+        if [*saved.items()] != [*here.items()]:
+            odd = sorted({name for name, _ in saved.items() ^ here.items()}) or ["their order"]
+            raise ValueError(f"the optimizer state belongs to other matrices; it differs in {', '.join(odd[:5])}")
+        moments = {kind: self._new_moment() for kind in self._moments}
+        for kind, moment in moments.items():  # of sgd there are none: checkpoint libraries leave empty entries out
+            if sketch["moments"][kind].shape != moment.shape:
+                raise ValueError(
+                    f"the optimizer state has {sketch['moments'][kind].numel()} numbers in its {kind} moment, and "
+                    f"{moment.numel()} are needed"
+                )
+            moment.copy_(sketch["moments"][kind])
+        group = {name: value for name, value in first.items() if name != "sketch"}
+        super().load_state_dict({"state": {}, **state_dict, "param_groups": [group, *others]})
         self.zero_grad()
+        step, seed, self.skipped_steps = sketch["counters"].tolist()
         self._moments = moments
         self.mismatch = sketch["mismatch"]
-        self.sketches.seed = sketch["seed"]
-        self.sketches.set_step(sketch["step"])
+        self._ranks_agree = False
+        self.sketches.step = step
+        self.sketches.set_seed(seed)
+
+    @property
+    def _updates(self) -> int:
+        """Steps that have changed the moments."""
+        return self.sketches.step - self.skipped_steps
 
     def _next_moment(self, kind: str) -> torch.Tensor:
         """A running moment of all matrices, for a rule to update in place: a copy, until the proposal is applied."""
-        moment = self._moments.get(kind)
-        self._next_moments[kind] = self._new_moment() if moment is None else moment.clone()
+        self._next_moments[kind] = self._moments[kind].to(self.sketches.flat.device, copy=True)
         return self._next_moments[kind]
 
     def _new_moment(self) -> torch.Tensor:
         """Zeros in one 1-D tensor: per row for row_adam, per entry for adam."""
         flat = self.sketches.flat
         return torch.zeros_like(flat) if self.config.update_rule == "adam" else flat.new_zeros(sum(self.sizes))
-
-    def _moment_parts(self, moment: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        if self.config.update_rule == "adam":
-            parts = moment.split([layer.sketch.numel() for layer in self.layers])
-        else:
-            parts = moment.split(self.sizes)
-        return [(layer.name, part) for layer, part in zip(self.layers, parts, strict=True)]
 
     # ------------------------------------------------------------------ helpers
 
@@ -327,3 +407,10 @@ class SketchOptimizer(torch.optim.Optimizer):
                 f"the gradient sketch of {', '.join(bad[:3])}{more} is not finite. No weight has been changed. Look for a "
                 "non-finite loss or reward, or lower the learning rate"
             )
+
+
+def _other_version(version: Any) -> str:
+    return (
+        f"the optimizer state has format version {version}, this version of trl_sketch reads {STATE_FORMAT_VERSION}: "
+        "resume with the version that wrote it"
+    )

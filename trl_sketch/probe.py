@@ -24,6 +24,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from . import distributed
 from .layers import SketchLinear
 from .model import sketch_state
 
@@ -136,8 +137,22 @@ def _displaced(model: PreTrainedModel, inputs: Inputs, epsilon: float) -> torch.
 
 def _backbone(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
     arguments = {name: value for name, value in inputs.items() if name not in _NOT_FOR_BACKBONE}
-    outputs = model.base_model(**arguments | {"use_cache": False, "return_dict": True})
-    return outputs.last_hidden_state
+    arguments |= {"use_cache": False, "return_dict": True}
+    if not distributed.is_sharded(model):
+        return model.base_model(**arguments).last_hidden_state
+    # FSDP2 gathers weights as its modules are run, all of them and from the outermost on: so the head is, for one position.
+    states: list[torch.Tensor] = []
+    head: Any = model.get_output_embeddings()
+    handles = [
+        model.base_model.register_forward_hook(lambda module, args, output: states.append(output.last_hidden_state)),
+        head.register_forward_pre_hook(lambda module, args: (args[0].to(module.weight.dtype),)),
+    ]
+    try:
+        model(**arguments, logits_to_keep=1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return states[-1]
 
 
 # ---------------------------------------------------------------------- what a selected layer does in a pass
@@ -187,7 +202,7 @@ def _probing(model: PreTrainedModel, linear: Callable[[SketchLinear, torch.Tenso
         for config, _ in attention:
             config._attn_implementation_internal = _ATTENTION
         state.probe = linear
-        with torch.no_grad():
+        with torch.no_grad(), distributed.exact_inputs(model):
             yield
     finally:
         _replaced.reset(token)

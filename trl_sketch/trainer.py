@@ -15,6 +15,7 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from . import distributed
 from .callback import SketchCallback
 from .config import SketchConfig
 from .model import get_sketch_model, sketch_state
@@ -89,7 +90,7 @@ class SketchGRPOTrainer(GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         _check_arguments(model, args, optimizers, quantization_config, peft_config)
-        with _reference_model_is_a_copy_of(model):
+        with _reference_model_is_a_copy_of(model), distributed.fsdp_on_cpu():
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,

@@ -241,8 +241,9 @@ class SketchCallback(TrainerCallback):
         optimizer = self._optimizer(kwargs)
         if optimizer.config.skip_nonfinite_steps:
             means["sketch/skipped_steps"] = optimizer.skipped_steps
-        logs.update(means)
-        state.log_history[-1].update(means)  # filled from `logs` before callbacks see it
+        for log in (logs, state.log_history[-1]):  # the second is filled from the first before callbacks see it
+            log.pop("grad_norm", None)  # the trainer's own is that of no gradients
+            log.update(means)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"

@@ -182,16 +182,16 @@ def fsdp_on_cpu() -> Iterator[None]:
 
 
 def prepare_engine(trainer: Any) -> None:
-    """Have a model of frozen parameters accepted by accelerate on several CPUs.
-
-    On GPUs it leaves such a model alone, as there is nothing for DDP to reduce; on CPUs it wraps it, and DDP raises.
-    """
+    """Two things that accelerate and transformers do on GPUs and not on several CPUs."""
     accelerator = trainer.accelerator
-    if accelerator.distributed_type != DistributedType.MULTI_CPU:
+    if trainer.args.device.type != "cpu" or accelerator.distributed_type == DistributedType.NO:
         return
+    # torch.load does not know the device "cpu:0", to which a checkpoint's optimizer state is loaded
+    vars(trainer.args)["_setup_devices"] = torch.device("cpu")
     prepare_model = accelerator.prepare_model
 
     def prepare(model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+        # of a model of frozen parameters there is nothing for DDP to reduce, and it raises
         is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
         return prepare_model(model, device_placement, evaluation_mode or is_frozen)
 

@@ -59,6 +59,7 @@ class SketchGRPOTrainer(GRPOTrainer):
         With `beta > 0` and a model that was passed as an object, the reference model is a copy of that object (TRL
         would load the checkpoint that its config names, which need not have the same weights).
       * `create_optimizer` returns a [`SketchOptimizer`].
+      * `_save` leaves out the second name of a tied weight, which FSDP2 gathers as a weight of its own.
       * Between backward and step, a [`SketchCallback`] does the rest.
 
     Raises:
@@ -122,6 +123,12 @@ class SketchGRPOTrainer(GRPOTrainer):
             policy: Any = self.model
             self.optimizer = SketchOptimizer(policy, lr=self.args.learning_rate)
         return self.optimizer
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is not None:
+            tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", None) or {}
+            state_dict = {name: tensor for name, tensor in state_dict.items() if name not in tied}
+        super()._save(output_dir, state_dict)
 
 
 def _is_sketched(model: Any) -> bool:

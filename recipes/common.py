@@ -255,7 +255,8 @@ def run(trainer: GRPOTrainer, job: Job) -> Result:
     trainer.add_callback(RewardBar())
     before = accuracy(trainer, job)
     start = perf_counter()
-    trainer.train()
+    resume = trainer.args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
     seconds = perf_counter() - start
     after = accuracy(trainer, job)
     trainer.save_model()

@@ -16,9 +16,9 @@ from ranks import free_port, run
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
-from trl import GRPOConfig
+from trl import GRPOConfig, SFTConfig, SFTTrainer
 
-from trl_sketch import SketchConfig, SketchGRPOTrainer
+from trl_sketch import SketchCallback, SketchConfig, SketchGRPOTrainer, SketchOptimizer, get_sketch_model
 from trl_sketch.distributed import checksum
 from trl_sketch.model import sketch_state
 
@@ -259,12 +259,43 @@ def refused(folder: str, environment: dict[str, str]) -> str:
     [
         ({"FSDP_VERSION": "1"}, "FSDP1 flattens weights across layers.*set fsdp_version: 2"),
         ({"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params keeps the weights on the CPU.*set it to false"),
+        (
+            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"},
+            "parallelism_config has cp_size=2: train with DDP or FSDP2.*without it",
+        ),
     ],
-    ids=["fsdp1", "offload"],
+    ids=["fsdp1", "offload", "cp"],
 )
 def test_other_shardings_are_refused(policy_folder: str, environment: dict[str, str], said: str) -> None:
     for message in run(2, refused, policy_folder, ENVIRONMENT["fsdp2"] | environment, launched=True):
         assert re.match(said, message), message
+
+
+def sft(folder: str) -> tuple[list[float], int, bool]:
+    """Another trainer, with the callback: the logged norms, a checksum of the weights, and whether they have moved."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    get_sketch_model(model, SketchConfig(rank=8, kl_budget=1e-3))
+    before = sum(checksum(p) for p in model.parameters())
+    trainer = SFTTrainer(
+        model,
+        args=SFTConfig(
+            output_dir="unused", use_cpu=True, bf16=False, max_steps=3, learning_rate=1e-3, logging_steps=1, report_to="none",
+            save_strategy="no", per_device_train_batch_size=2, log_level="error", disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_dict({"text": ["abc", "bcad", "fgh", "kl", "mmm", "dd", "cab", "hi"] * 2}),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        optimizers=(SketchOptimizer(model, lr=1e-3), None),
+    )  # fmt: skip
+    trainer.add_callback(SketchCallback(trainer))
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    after = sum(checksum(p) for p in model.parameters())
+    return [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log], after, after != before
+
+
+def test_another_trainer_in_two_processes(policy_folder: str) -> None:
+    first, second = run(2, sft, policy_folder, launched=True)
+    assert first == second and len(first[0]) == 3 and first[2]
 
 
 @pytest.mark.slow

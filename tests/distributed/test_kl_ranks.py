@@ -1,13 +1,11 @@
 """The predicted KL of several ranks is one number: the mean over the positions of all of them."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import run
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trl_sketch import SketchConfig, SketchOptimizer, get_sketch_model, kl
@@ -50,19 +48,13 @@ def batches() -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tenso
     return inputs, rollouts
 
 
-def run_rank(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+def measure_own() -> dict[str, Any]:
     inputs, rollouts = batches()
-    result = measure(inputs[rank : rank + 1], rollouts[rank : rank + 1])
-    Path(folder, f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    rank = dist.get_rank()
+    return measure(inputs[rank : rank + 1], rollouts[rank : rank + 1])
 
 
-@pytest.mark.slow
-def test_ranks_agree_and_weigh_positions(tmp_path: Path) -> None:
-    world = 3
-    mp.start_processes(run_rank, args=(world, str(tmp_path)), nprocs=world, start_method="spawn")
-    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world)]
+def test_ranks_agree_and_weigh_positions() -> None:
+    results = run(3, measure_own)
     assert results[0] == results[1] == results[2]  # to the last bit
     assert results[0] == pytest.approx(measure(*batches()), rel=1e-5)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from .callback import SketchCallback
+from .checkpoint import WholeCheckpoints
 from .config import SketchConfig
 from .model import get_sketch_model, sketch_state
 from .optimizer import SketchOptimizer
@@ -48,7 +49,7 @@ _CITATION = """\
 """
 
 
-class SketchGRPOTrainer(GRPOTrainer):
+class SketchGRPOTrainer(WholeCheckpoints, GRPOTrainer):
     """[`trl.GRPOTrainer`] that trains all attention and MLP weights from low-rank gradient sketches.
 
     It takes what `trl.GRPOTrainer` takes; `peft_config` is a [`SketchConfig`] (default: `SketchConfig()`).
@@ -58,6 +59,8 @@ class SketchGRPOTrainer(GRPOTrainer):
         With `beta > 0` and a model that was passed as an object, the reference model is a copy of that object (TRL
         would load the checkpoint that its config names, which need not have the same weights).
       * `create_optimizer` returns a [`SketchOptimizer`].
+      * `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint` and `_finalize_training` are those of
+        [`WholeCheckpoints`]: a folder `checkpoint-N` is whole, whenever the process is killed.
       * Between backward and step, a [`SketchCallback`] does the rest.
 
     Raises:

@@ -31,7 +31,8 @@ class WholeCheckpoints(Trainer):
       * `_save_checkpoint` writes beside, adds `sketch_config.json`, renames, pushes, and deletes what is beyond
         `save_total_limit`: never the new checkpoint, nor the best.
       * `_get_output_dir` and `_push_from_checkpoint`: during a save, the folder to write into, and nothing.
-      * `_finalize_training` deletes what transformers deletes at the end of a training with `save_total_limit=1`.
+      * `_run_epoch`: where the last step is in the checkpoint, there is nothing to train. Transformers would take one more.
+      * `_finalize_training` deletes what a killed process has not, and what transformers would with `save_total_limit=1`.
     """
 
     _is_saving = False
@@ -73,24 +74,36 @@ class WholeCheckpoints(Trainer):
             self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(checkpoint))
-        if self.args.should_save:
-            if self.args.save_total_limit is not None and self.args.save_total_limit > 0:
-                self._delete_old(folder, self.args.save_total_limit, checkpoint)
-            shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+        self._clear(folder, checkpoint)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+        else:
+            self.control.should_training_stop = True
 
     def _finalize_training(self, trial: Any, *args: Any) -> Any:
+        folder = Path(self._get_output_dir(trial))
+        last = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         best = self.state.best_model_checkpoint
-        if self.args.should_save and self.args.save_total_limit == 1 and best is not None:
-            self._delete_old(Path(self._get_output_dir(trial)), 1, Path(best))
+        if self.args.save_total_limit == 1 and best is not None:
+            last = Path(best)
+        if last.is_dir():
+            self._clear(folder, last)
         return super()._finalize_training(trial, *args)
 
-    def _delete_old(self, folder: Path, limit: int, newest: Path) -> None:
-        """Delete the oldest checkpoints but for `newest` and the best, until `limit` are left."""
-        kept = {path.resolve() for path in (newest, Path(self.state.best_model_checkpoint or newest))}
-        checkpoints = [Path(path) for path in sort_checkpoints(str(folder), use_mtime=True)]
-        surplus = len(checkpoints) - max(limit, len(kept))
-        for old in [path for path in checkpoints if path.resolve() not in kept][: max(surplus, 0)]:
-            _discard(old)
+    def _clear(self, folder: Path, last: Path) -> None:
+        """Delete what is unfinished, and the oldest checkpoints beyond the limit but for `last` and the best."""
+        if not self.args.should_save:
+            return
+        limit = self.args.save_total_limit
+        if limit is not None and limit > 0:
+            kept = {path.resolve() for path in (last, Path(self.state.best_model_checkpoint or last))}
+            checkpoints = [Path(path) for path in sort_checkpoints(str(folder), use_mtime=True)]
+            surplus = max(len(checkpoints) - max(limit, len(kept)), 0)
+            for old in [path for path in checkpoints if path.resolve() not in kept][:surplus]:
+                _discard(old)
+        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
 
     @contextlib.contextmanager
     def _undone_if_it_fails(self, checkpoint: Path) -> Iterator[None]:

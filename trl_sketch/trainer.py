@@ -59,8 +59,8 @@ class SketchGRPOTrainer(WholeCheckpoints, GRPOTrainer):
         With `beta > 0` and a model that was passed as an object, the reference model is a copy of that object (TRL
         would load the checkpoint that its config names, which need not have the same weights).
       * `create_optimizer` returns a [`SketchOptimizer`].
-      * `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint` and `_finalize_training` are those of
-        [`WholeCheckpoints`]: a folder `checkpoint-N` is whole, whenever the process is killed.
+      * `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`, `_run_epoch` and `_finalize_training` are those of
+        [`WholeCheckpoints`]: a folder `checkpoint-N` is whole, and a run resumes, whenever the process is killed.
       * Between backward and step, a [`SketchCallback`] does the rest.
 
     Raises:

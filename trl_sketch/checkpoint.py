@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import nn
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
@@ -127,10 +126,10 @@ class WholeCheckpoints(Trainer):
 
 
 def _is_of_writing(error: BaseException) -> bool:
-    """Whether a file could not be written: torch's writer says so in a RuntimeError."""
-    if isinstance(error, RuntimeError):
-        return "iostream" in str(error) or "inline_container" in str(error)
-    return isinstance(error, (OSError, SafetensorError))
+    """Whether a file could not be written: libraries in Rust say so in exceptions of any type, torch in a RuntimeError."""
+    return isinstance(error, OSError) or any(
+        sign in str(error) for sign in ("os error", "iostream", "inline_container")
+    )
 
 
 def _publish(written: Path, checkpoint: Path) -> None:

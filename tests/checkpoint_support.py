@@ -69,6 +69,7 @@ def contents(checkpoint: Path) -> dict[str, Any]:
         "weights": load_file(checkpoint / "model.safetensors"),
         "optimizer": torch.load(checkpoint / "optimizer.pt"),
         "scheduler": torch.load(checkpoint / "scheduler.pt"),
+        "rollout": [torch.load(path) for path in checkpoint.glob("rollout_*.pt")],
         "random": torch.load(checkpoint / "rng_state.pth", weights_only=False),
         "step": state["global_step"],
         "log": [{name: entry.get(name) for name in metrics} for entry in state["log_history"]],

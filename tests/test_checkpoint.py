@@ -74,6 +74,38 @@ def test_weights_alone_do_not_resume_the_run(policy_folder: str, tmp_path: Path)
             file.rename(tmp_path / "checkpoint-2" / file.name)
 
 
+@pytest.mark.parametrize(
+    ("changes", "rollouts"),
+    [
+        ({"num_iterations": 2}, [1, 0, 1, 0]),
+        ({"steps_per_generation": 3}, [1, 1, 0, 1]),
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 2}, [1, 1, 1, 0]),
+    ],
+)
+def test_a_run_resumes_within_a_rollout(
+    policy_folder: str, tmp_path: Path, changes: dict[str, Any], rollouts: list[int]
+) -> None:
+    """Where several optimizer steps use one rollout, it is in the checkpoint. (TRL would make another.)"""
+    straight, output = tmp_path / "straight", tmp_path / "out"
+    build(policy_folder, straight, **changes).train()
+    expected = {contents(checkpoint)["step"]: contents(checkpoint) for checkpoint in checkpoints(straight)}
+    assert [len(expected[step]["rollout"]) for step in (1, 2, 3, 4)] == rollouts
+    for step in (1, 2, 3):
+        resumed = build(policy_folder, output, **changes)
+        resumed.train(resume_from_checkpoint=str(straight / f"checkpoint-{step}"))
+        assert difference(contents(output / "checkpoint-4"), expected[4]) is None, step
+    resumed.train(resume_from_checkpoint=str(straight / "checkpoint-2"))  # a trainer that has trained already
+    assert difference(contents(output / "checkpoint-4"), expected[4]) is None
+
+
+def test_another_plan_makes_another_rollout(policy_folder: str, tmp_path: Path) -> None:
+    build(policy_folder, tmp_path, max_steps=1, num_iterations=2).train()
+    resumed = build(policy_folder, tmp_path, max_steps=2, num_iterations=1)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+    assert contents(tmp_path / "checkpoint-2")["rollout"] == []
+
+
 def test_state_of_an_unknown_format_is_refused(policy_folder: str, tmp_path: Path) -> None:
     build(policy_folder, tmp_path, max_steps=1).train()
     path = tmp_path / "checkpoint-1" / "optimizer.pt"
@@ -272,6 +304,7 @@ def fill_a_disk(policy: str, output: Path) -> None:
     trainer = build(policy, output, max_steps=2, save_total_limit=1)
     trainer.train()
     expected = contents(output / "checkpoint-2")
+    trainer.state.best_global_step = 3
     before = in_memory(trainer)
     messages = []
     for pages in range(2000):
@@ -313,7 +346,7 @@ class Slow(WholeCheckpoints):
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.process_index == 1:
-            time.sleep(0.5)
+            time.sleep(0.3)
             if self.killed:
                 os.kill(os.getpid(), signal.SIGKILL)
         super()._save_rng_state(output_dir)
@@ -328,6 +361,7 @@ def save_in_one_of_two(rank: int, port: int, policy: str, output: Path, killed: 
     trainer.create_scheduler(1)
     trainer.killed = killed
     assert trainer.args.world_size == 2
+    time.sleep(0 if rank else 0.6)  # the second must wait for it to clear the folder
     trainer._save_checkpoint(model, None)
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(os.listdir(output / "checkpoint-0"))  # in both, at once
 

@@ -30,9 +30,10 @@ from trl_sketch.checkpoint import UNFINISHED
 SETTINGS: dict[str, dict[str, Any]] = {
     "one checkpoint is kept": {"save_total_limit": 1},
     "bf16 and KL control": {"bf16": True, "config": SketchConfig(rank=8, kl_budget=2e-2), "save_total_limit": 2},
-    "adam and accumulation": {
+    "adam, accumulation and two steps a rollout": {
         "config": SketchConfig(rank=8, kl_budget=None, update_rule="adam", refresh="never"),
         "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
     },
 }
 STEPS = 4

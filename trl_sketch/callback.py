@@ -65,6 +65,7 @@ class SketchCallback(TrainerCallback):
         optimizer = self._optimizer(kwargs)
         optimizer.zero_grad()  # as the trainer does with dense gradients
         self._forget()
+        self._measured_rollout = getattr(self.trainer, "_buffered_inputs", None)  # in κ already, when a run is resumed
         config = optimizer.config
         if self.trainer is not None:
             callbacks = self.trainer.callback_handler.callbacks

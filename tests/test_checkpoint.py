@@ -98,6 +98,33 @@ def test_a_run_resumes_within_a_rollout(
     assert difference(contents(output / "checkpoint-4"), expected[4]) is None
 
 
+def test_the_mismatch_of_a_rollout_counts_once(policy_folder: str, tmp_path: Path) -> None:
+    """Also where the run was resumed within the rollout."""
+
+    class Disagreeing(SketchGRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            """The rollout's log-probabilities, as vLLM would report them, a known amount above the trainer's."""
+            output = super()._generate_and_score_completions(inputs)
+            output["old_per_token_logps"] = torch.full_like(output["completion_ids"], -1.0, dtype=torch.float32)
+            output["sampling_per_token_logps"] = output["old_per_token_logps"] + 4e-4 * (1 + self.state.global_step)
+            output["completion_ids"][:, 3] = self.eos_token_ids[0]
+            output["completion_mask"][:] = (torch.arange(output["completion_ids"].shape[1]) <= 3).int()
+            return output
+
+    settings: dict[str, Any] = {
+        "config": SketchConfig(rank=8, kl_budget=1e-2),
+        "steps_per_generation": 2,
+        "max_completion_length": 12,
+    }
+    build(policy_folder, tmp_path, Disagreeing, **settings).train()
+    expected = contents(tmp_path / "checkpoint-4")
+    assert expected["optimizer"]["sketch"]["mismatch"] == pytest.approx(0.7 * 4e-4 + 0.3 * 12e-4, rel=1e-3)
+    build(policy_folder, tmp_path, Disagreeing, **settings).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-3")
+    )
+    assert difference(contents(tmp_path / "checkpoint-4"), expected) is None
+
+
 def test_another_plan_makes_another_rollout(policy_folder: str, tmp_path: Path) -> None:
     build(policy_folder, tmp_path, max_steps=1, num_iterations=2).train()
     resumed = build(policy_folder, tmp_path, max_steps=2, num_iterations=1)
@@ -361,7 +388,6 @@ def save_in_one_of_two(rank: int, port: int, policy: str, output: Path, killed: 
     trainer.create_scheduler(1)
     trainer.killed = killed
     assert trainer.args.world_size == 2
-    time.sleep(0 if rank else 0.6)  # the second must wait for it to clear the folder
     trainer._save_checkpoint(model, None)
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(os.listdir(output / "checkpoint-0"))  # in both, at once
 

@@ -8,6 +8,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -248,3 +249,4 @@ def test_of_the_test(policy_folder: str, tmp_path: Path, scenario: Callable[...,
     process = start(scenario, policy_folder, tmp_path / "out", Stock, log=tmp_path / "log")
     process.join()
     assert process.exitcode == 1
+    assert re.search(r"in (assert_whole|check)\n", (tmp_path / "log").read_text())

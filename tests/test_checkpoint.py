@@ -183,12 +183,13 @@ def test_tied_weights_are_saved_once(policy_folder: str, tmp_path: Path) -> None
 
 def test_what_is_kept(policy_folder: str, tmp_path: Path) -> None:
     """The newest, and nothing that is unfinished, be it of this process or of one before."""
-    left = tmp_path / UNFINISHED / "checkpoint-3"
-    left.mkdir(parents=True)
-    (left / "model-00002-of-00003.safetensors").write_text("half")
-    build(policy_folder, tmp_path, save_total_limit=2).train()
+    left = tmp_path / UNFINISHED / "checkpoint-1" / "rng_state_1.pth"
+    left.parent.mkdir(parents=True)
+    left.write_text("half")
+    build(policy_folder, tmp_path, max_steps=1).train()
+    assert left.name not in os.listdir(tmp_path / "checkpoint-1")
+    build(policy_folder, tmp_path, save_total_limit=2).train(resume_from_checkpoint=True)
     assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
-    assert "model-00002-of-00003.safetensors" not in os.listdir(tmp_path / "checkpoint-3")
     build(policy_folder, tmp_path, save_total_limit=1).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert names(tmp_path) == ["checkpoint-4"]
 

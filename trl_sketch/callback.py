@@ -63,6 +63,7 @@ class SketchCallback(TrainerCallback):
         optimizer = self._optimizer(kwargs)
         optimizer.zero_grad()  # as the trainer does with dense gradients
         self._forget()
+        self._measured_rollout = getattr(self.trainer, "_buffered_inputs", None)  # in κ already, when a run is resumed
         config = optimizer.config
         if distributed.is_sharded(kwargs["model"]):
             # generate() then waits for the ranks whose responses are longer; accelerate does not say so of FSDP2

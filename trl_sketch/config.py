@@ -322,10 +322,13 @@ class SketchConfig:
         return asdict(self)
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """Write `sketch_config.json` into a folder, which is created if needed."""
+        """Write `sketch_config.json` into a folder, which is created if needed; a file that says the same is left alone."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_NAME).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
+        path = folder / CONFIG_NAME
+        text = json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+        if not path.is_file() or path.read_text() != text:
+            path.write_text(text)
 
     @classmethod
     def from_pretrained(cls, pretrained_path: str | Path) -> "SketchConfig":

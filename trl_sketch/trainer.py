@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import logging
+import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from . import distributed
 from .callback import SketchCallback
+from .checkpoint import WholeCheckpoints
 from .config import SketchConfig
 from .model import get_sketch_model, sketch_state
 from .optimizer import SketchOptimizer
@@ -49,7 +52,7 @@ _CITATION = """\
 """
 
 
-class SketchGRPOTrainer(GRPOTrainer):
+class SketchGRPOTrainer(WholeCheckpoints, GRPOTrainer):
     """[`trl.GRPOTrainer`] that trains all attention and MLP weights from low-rank gradient sketches.
 
     It takes what `trl.GRPOTrainer` takes; `peft_config` is a [`SketchConfig`] (default: `SketchConfig()`).
@@ -60,6 +63,10 @@ class SketchGRPOTrainer(GRPOTrainer):
         would load the checkpoint that its config names, which need not have the same weights).
       * `create_optimizer` returns a [`SketchOptimizer`].
       * `_save` leaves out the second name of a tied weight, which FSDP2 gathers as a weight of its own.
+      * `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`, `_run_epoch` and `_finalize_training` are those of
+        [`WholeCheckpoints`]: a folder `checkpoint-N` is whole, and a run resumes, whenever the process is killed.
+      * `_save_rng_state` and `_load_optimizer_and_scheduler` take the rollout along where several optimizer steps use one
+        (`num_iterations`, `steps_per_generation`). TRL makes a new one on resuming.
       * Between backward and step, a [`SketchCallback`] does the rest.
 
     Raises:
@@ -129,6 +136,32 @@ class SketchGRPOTrainer(GRPOTrainer):
             tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", None) or {}
             state_dict = {name: tensor for name, tensor in state_dict.items() if name not in tied}
         super()._save(output_dir, state_dict)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        plan = self._rollout_plan()
+        step = self._step % math.prod(plan[-2:])
+        if step:
+            rollout = {"plan": plan, "step": step, "inputs": self._buffered_inputs}
+            torch.save(rollout, self._rollout_file(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        self._step, self._buffered_inputs = 0, None
+        if os.path.isfile(self._rollout_file(checkpoint)):
+            rollout = torch.load(self._rollout_file(checkpoint), map_location=self.args.device)
+            if rollout["plan"] == self._rollout_plan():
+                self._step, self._buffered_inputs = rollout["step"], rollout["inputs"]
+
+    def _rollout_file(self, checkpoint: str) -> str:
+        return os.path.join(checkpoint, f"rollout_{self.args.process_index}.pt")
+
+    def _rollout_plan(self) -> list[int]:
+        """A rollout goes on only in a run that uses it in the same parts."""
+        args: Any = self.args
+        return [args.world_size, args.per_device_train_batch_size, args.steps_per_generation, self.num_iterations]
 
 
 def _is_sketched(model: Any) -> bool:

@@ -1,6 +1,7 @@
 """`SketchOptimizer`: from the sketches of a model to new weights, in three calls: propose, scale, step."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ class SketchOptimizer(torch.optim.Optimizer):
         self.grad_norm: torch.Tensor | None = None
         self.update_ratio: torch.Tensor | None = None
         self.mismatch: float | None = None  # κ of the KL budget, smoothed; here to be saved with the optimizer
+        # Each is called at the end of step() with the version reached and the updates applied, in layer order.
+        self.listeners: list[Callable[[int, list[SketchUpdate]], None]] = []
         _ = self.sketches.flat  # allocated here and not in the first backward, which may be compiled
         super().__init__([layer.weight for layer in self.layers], defaults={"lr": lr, "initial_lr": lr})
 
@@ -205,13 +208,20 @@ class SketchOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if not self.sketches.proposed:
             self.propose()
+        updates: dict[int, SketchUpdate] = {}
         for group, members in self._by_group():
             basis = group.basis(torch.float32)
-            for _, layer in members:
-                self._update_of(layer).apply_(layer.weight, basis=basis)
+            for index, layer in members:
+                update = self._update_of(layer)
+                update.apply_(layer.weight, basis=basis)
+                if self.listeners:
+                    # `group.key` is a view that the next step overwrites.
+                    updates[index] = replace(update, projection_key=update.projection_key.clone())
         self._moments |= self._next_moments
         self.zero_grad()
         self.sketches.set_step(self.sketches.step + 1)
+        for listener in self.listeners:
+            listener(self.sketches.step, [updates[index] for index in sorted(updates)])
         return loss
 
     def _update_of(self, layer: SketchLinear) -> SketchUpdate:

@@ -8,7 +8,7 @@ Whatever is not a plain copy into a parameter (a cast first, a re-packing, a tem
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,24 +74,30 @@ def record_plan(model: nn.Module, parameters: Iterable[Parameter]) -> Plan:
         model: A model as vLLM builds it, with a method `load_weights` that takes (name, tensor) pairs.
         parameters: The trainer's, each name once (tied weights under one name, as `named_parameters()` gives them).
     """
-    tensors: dict[str, torch.Tensor] = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
-    storages = {t.untyped_storage().data_ptr() for t in tensors.values() if t.device.type != "meta"}
-    before = {name: tensor.data for name, tensor in tensors.items()}
-    unsuitable = _unsuitable(model)
+    held = [
+        (holder, name, tensor)
+        for module in model.modules()
+        for holder in (module._parameters, module._buffers)
+        for name, tensor in holder.items()
+        if tensor is not None
+    ]
+    storages = {tensor.untyped_storage().data_ptr() for _, _, tensor in held if not tensor.is_meta}
+    unsuitable, repacked = _unsuitable(model), _repacked(model)
     plan = Plan({}, {})
-    for parameter in parameters:
-        boxes, reason = _record(model, parameter, storages) if unsuitable is None else ([], unsuitable)
-        for name, tensor in tensors.items():
-            if tensor.data.data_ptr() != before[name].data_ptr() or tensor.is_meta != before[name].is_meta:
-                tensor.data = before[name]
-                reason = f"the loader replaces {name} instead of copying into it"
-        if reason is None and _overlap(boxes):
-            reason = "the loader writes some of its elements twice"
-        if reason is None:
-            reason = _derived(model, boxes)
-        plan.boxes[parameter.name] = [] if reason else boxes
-        if reason:
-            plan.refused[parameter.name] = reason
+    try:
+        for parameter in parameters:
+            boxes, reason = _record(model, parameter, storages) if unsuitable is None else ([], unsuitable)
+            if reason is None and _overlap(boxes):
+                reason = "the loader writes some of its elements twice"
+            if reason is None:
+                found = [repacked.get(box.target.untyped_storage().data_ptr()) for box in boxes]
+                reason = next((text for text in found if text is not None), None)
+            plan.boxes[parameter.name] = [] if reason else boxes
+            if reason:
+                plan.refused[parameter.name] = reason
+    finally:
+        for holder, name, tensor in held:  # a loader may put in the meta tensor itself; then nothing of it is covered
+            holder[name] = tensor
     return plan
 
 
@@ -181,14 +187,12 @@ def _unsuitable(model: nn.Module) -> str | None:
     return None
 
 
-def _derived(model: nn.Module, boxes: list[Box]) -> str | None:
-    """Why the parameters in which `boxes` lie may not be changed in place: their layer re-packs them after loading."""
-    storages = {box.target.untyped_storage().data_ptr() for box in boxes}
+def _repacked(model: nn.Module) -> dict[int, str]:
+    """Storages that may not be changed in place, because their layer re-packs them after loading, with the reason."""
+    result = {}
     for name, module in model.named_modules():
         method = type(getattr(module, "quant_method", None)).__name__
-        if method in ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"):
-            continue
-        own: Mapping[str, nn.Parameter] = dict(module.named_parameters(recurse=False))
-        if any(parameter.untyped_storage().data_ptr() in storages for parameter in own.values()):
-            return f"{name} may re-pack it after loading ({method})"
-    return None
+        if method not in ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"):
+            for parameter in module.parameters(recurse=False):
+                result[parameter.untyped_storage().data_ptr()] = f"{name} may re-pack it after loading ({method})"
+    return result

@@ -169,23 +169,29 @@ def server(_shared_server: Server) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def vllm_here() -> Iterator[None]:
-    """vLLM in this process, as one worker of one."""
-    with pytest.MonkeyPatch.context() as patch, socket.socket() as free:
+def vllm_environment() -> Iterator[None]:
+    """The settings with which vLLM runs in this process."""
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in IN_PROCESS.items():
             patch.setenv(name, value)
-        free.bind(("127.0.0.1", 0))
-        from vllm.config import VllmConfig, set_current_vllm_config
-        from vllm.distributed import parallel_state
-        from vllm.plugins import load_general_plugins
-
-        load_general_plugins()
-        with set_current_vllm_config(VllmConfig()):
-            address = f"tcp://127.0.0.1:{free.getsockname()[1] + 1}"
-            parallel_state.init_distributed_environment(1, 0, address, 0, "gloo")
-            parallel_state.initialize_model_parallel(1, 1)
         yield
-        parallel_state.cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="module")
+def vllm_here(vllm_environment: None) -> Iterator[None]:
+    """vLLM in this process, as one worker of one."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    with socket.socket() as free, set_current_vllm_config(VllmConfig()):
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1] + 1}"
+        parallel_state.init_distributed_environment(1, 0, address, 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+    yield
+    parallel_state.cleanup_dist_env_and_memory()
 
 
 @pytest.fixture

@@ -23,27 +23,29 @@ VOCABULARY = 70  # vLLM pads it to 128
 KINDS = {
     "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True, "head_dim": 32}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": False, "head_dim": 32}),
-    "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False, "head_dim": 32}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    # Its one key-value head is on both workers of a pair.
+    "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False, "head_dim": 32, "num_key_value_heads": 1}),
+    # vLLM's attention on the CPU wants heads of 32 at least.
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True, "hidden_size": 128}),
 }
 
 
 def save_checkpoint(kind: str, folder: Path) -> None:
     """A bf16 checkpoint of two layers: grouped queries, biases where the architecture has them, all of them random."""
     model_class, config_class, settings = KINDS[kind]
-    config = config_class(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        **settings,
-    )
+    defaults = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = config_class(**defaults | settings)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = model_class(config)
@@ -99,5 +101,5 @@ class ToyTrainer:
 
 def add_naively(self: SketchUpdate, weight: torch.Tensor, rows=None, cols=None, *, basis=None) -> None:
     """What `SketchUpdate.apply_` must not be: a bf16 addition, rounded to nearest."""
-    delta = -(dequantize(self.q, self.exponent)[slice(*rows)] @ basis)
+    delta = -(dequantize(self.q, self.exponent)[slice(*(rows or (None,)))] @ basis)
     weight.add_(delta.to(weight.dtype))

@@ -209,6 +209,7 @@ def test_the_checksums_of_parts_add_up(dtype):
     experts = torch.randn(3, 8, 6).to(dtype)
     halves = [((0, r, 0), (3, 4, 6), checksum(experts[:, r : r + 4], (0, r, 0), (3, 8, 6))) for r in (0, 4)]
     assert combine(halves, (3, 8, 6)) == checksum(experts)
+    assert checksum(experts) == checksum(experts.view(24, 6)) == checksum(experts.view(3, 2, 4, 6))
 
 
 def test_a_checksum_sees_one_bit_and_the_order():

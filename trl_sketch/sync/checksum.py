@@ -18,7 +18,7 @@ def checksum(tensor: torch.Tensor, start: tuple[int, ...] | None = None, shape: 
     """Sum over all elements of a 32-bit hash of (position, bits); exact, and the same on every device.
 
     Args:
-        tensor: bf16, fp16 or fp32 of up to three dimensions: a whole tensor, or the box of one that begins at `start`.
+        tensor: bf16, fp16 or fp32 of any shape: a whole tensor, or the box of one that begins at `start`.
         start: Index in the whole tensor of the box's first element, default zeros.
         shape: Of the whole tensor, default the box's.
 
@@ -26,17 +26,17 @@ def checksum(tensor: torch.Tensor, start: tuple[int, ...] | None = None, shape: 
         An integer; those of disjoint boxes that make up a tensor add up to the tensor's.
 
     Raises:
-        ValueError: The elements have a type that no weight has, or there are more dimensions.
+        ValueError: The elements have another type.
     """
     if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"a checksum is of bfloat16, float16 or float32, got {tensor.dtype}")
-    if tensor.ndim > 3:
-        raise ValueError(f"a checksum is of at most three dimensions, got shape {tuple(tensor.shape)}")
     start = (0,) * tensor.ndim if start is None else start
-    if tensor.ndim == 3:  # its matrices one below the other
-        height = (tensor.shape if shape is None else shape)[1]
-        offsets = [(start[0] + index) * height + start[1] for index in range(len(tensor))]
-        return sum(checksum(matrix, (row, start[2])) for matrix, row in zip(tensor, offsets, strict=True))
+    if tensor.ndim > 2:  # as if its parts lay one below the other
+        shape = tuple(tensor.shape) if shape is None else shape
+        offsets = [(start[0] + index) * shape[1] + start[1] for index in range(len(tensor))]
+        return sum(
+            checksum(part, (offset, *start[2:]), shape[1:]) for part, offset in zip(tensor, offsets, strict=True)
+        )
     if tensor.ndim < 2:
         tensor, start = tensor.reshape(-1, 1), (*start, 0, 0)[:2]
     rows, cols = tensor.shape

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .checksum import combine
+from .checksum import checksum, combine
 from .update import UpdateMessage, WeightMessage, weight_messages
 
 
@@ -118,6 +118,10 @@ class ServerClient:
             boxes = [(tuple(s), tuple(n), value) for reply in replies for s, n, value in reply.get(name, [])]
             result[name] = combine(boxes, self.shapes[name])
         return result
+
+    def differing(self, parameters: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names of the trainer's `parameters` that the server does not have to the last bit."""
+        return [n for n, value in self.checksums(parameters).items() if value != checksum(parameters[n].detach())]
 
     def reset_prefix_cache(self) -> None:
         """Forget what was computed with older weights. To be called after every sync."""

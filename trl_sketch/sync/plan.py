@@ -74,7 +74,7 @@ def record_plan(model: nn.Module, parameters: Iterable[Parameter]) -> Plan:
         model: A model as vLLM builds it, with a method `load_weights` that takes (name, tensor) pairs.
         parameters: The trainer's, each name once (tied weights under one name, as `named_parameters()` gives them).
     """
-    held = [
+    held: list[tuple[Any, str, torch.Tensor]] = [
         (holder, name, tensor)
         for module in model.modules()
         for holder in (module._parameters, module._buffers)

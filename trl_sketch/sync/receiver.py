@@ -20,8 +20,9 @@ After `unknown` the sender initializes and sends a full sync; after `foreign`, `
 
 import base64
 import binascii
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch import nn
 
 from ..projection import projection_basis
 from .checksum import checksum
-from .plan import Parameter, Plan, record_plan
+from .plan import Box, Parameter, Plan, record_plan
 from .update import FORMAT_VERSION, Step, UpdateMessage, WeightMessage, decode
 
 
@@ -152,23 +153,21 @@ class Receiver:
 
     def layout(self, run_id: str) -> dict[str, list[list[Any]]]:
         """Start and shape of every box that this worker holds of the run's parameters, by checkpoint name."""
-        sender = self.senders.get(bytes.fromhex(run_id))
-        boxes = {} if sender is None else sender.plan.boxes
-        return {name: [[list(box.start), list(box.shape)] for box in parts] for name, parts in boxes.items()}
+        return {n: [[list(box.start), list(box.shape)] for box in boxes] for n, boxes in self._boxes(run_id).items()}
 
     def checksums(self, run_id: str, names: Iterable[str] | None = None) -> dict[str, list[list[Any]]]:
-        """Start, shape and checksum of every box of the named parameters, default all."""
-        sender = self.senders.get(bytes.fromhex(run_id))
-        if sender is None:
-            return {}
+        """Start, shape and checksum of every box of the run's parameters, default all, by checkpoint name."""
+        held = self._boxes(run_id)
         result: dict[str, list[list[Any]]] = {}
-        for name in sender.parameters if names is None else names:
-            shape = sender.parameters[name].shape if name in sender.parameters else ()
+        for name in held if names is None else [name for name in names if name in held]:
+            shape = self.senders[bytes.fromhex(run_id)].parameters[name].shape
             result[name] = [
-                [list(box.start), list(box.shape), checksum(box.target, box.start, shape)]
-                for box in sender.plan.boxes.get(name, [])
+                [list(box.start), list(box.shape), checksum(box.target, box.start, shape)] for box in held[name]
             ]
         return result
+
+    def _boxes(self, run_id: str) -> dict[str, list[Box]]:
+        return next((s.plan.boxes for run, s in self.senders.items() if run.hex() == run_id), {})
 
     # ------------------------------------------------------------------ updates
 
@@ -177,7 +176,7 @@ class Receiver:
             raise Refused("foreign", "the weights are another run's: a full sync has to come first")
         if self.broken is not None or self.version is None:
             raise Refused("broken", f"{self.broken}; a full sync has to come first")
-        steps = [step for step in message.steps if step.version > (self.version)]
+        steps = [step for step in message.steps if step.version > self.version]
         if not steps:
             raise Refused("replayed", f"version {message.version} had been reached before")
         if steps[0].base_version != self.version:
@@ -198,22 +197,12 @@ class Receiver:
             for box in sender.plan.boxes[f"{update.name}.weight"]:
                 (row, col), (height, width) = box.start, box.shape
                 cols = (col, col + width)
-                rank = update.q.shape[1]
                 moved = update.to(box.target.device)
                 # Neighbours (q, k, v) share a projection: it is drawn once for all of them.
-                wanted = (
-                    update.projection,
-                    int(update.projection_key),
-                    rank,
-                    update.in_features,
-                    cols,
-                    moved.q.device,
-                )
+                shape = (update.q.shape[1], update.in_features)
+                wanted = (update.projection, int(update.projection_key), shape, cols, moved.q.device)
                 if made is None or made[0] != wanted:
-                    basis = projection_basis(
-                        update.projection, moved.projection_key, rank, update.in_features, cols=cols
-                    )
-                    made = (wanted, basis)
+                    made = (wanted, projection_basis(update.projection, moved.projection_key, *shape, cols=cols))
                 moved.apply_(box.target, (row, row + height), cols, basis=made[1])
 
     # ------------------------------------------------------------------ whole weights
@@ -248,51 +237,30 @@ class Receiver:
 
     # ------------------------------------------------------------------ outcomes
 
-    def _writing(self) -> "_Writing":
-        return _Writing(self)
-
-    def _outcome(self, message_id: Any) -> "_Outcome":
-        return _Outcome(self, message_id)
-
-
-class _Writing:
-    """While it lasts the weights have no version; a failure leaves them so."""
-
-    def __init__(self, receiver: Receiver) -> None:
-        self.receiver = receiver
-
-    def __enter__(self) -> None:
-        self.receiver.broken = "writing was interrupted"
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            self.receiver.broken = None
-            return
-        self.receiver.version = None
-        self.receiver.broken = f"writing failed ({type(error).__name__}: {error})"
-        if isinstance(error, Exception):
-            raise Refused("failed", f"{self.receiver.broken}; a full sync has to come first") from error
-
-
-class _Outcome:
-    """Turns what happens inside into the receiver's last outcome."""
-
-    def __init__(self, receiver: Receiver, message_id: Any) -> None:
-        self.receiver, self.message_id = receiver, message_id
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+    @contextlib.contextmanager
+    def _outcome(self, message_id: Any) -> Iterator[None]:
+        """Turns what happens inside into the last outcome."""
         outcome, text = "applied", None
-        if isinstance(error, Refused):
+        try:
+            yield
+        except Refused as error:
             outcome, text = error.outcome, str(error)
-        elif error is not None:
+        except Exception as error:  # of a kind that was not thought of; nothing has been written, see `_writing`
             outcome, text = "invalid", f"{type(error).__name__}: {error}"
         if outcome not in ("applied", "replayed"):
             logger.error("Weight sync: %s (%s).", text, outcome)
-        self.receiver.last = {"id": self.message_id, "outcome": outcome, "error": text}
-        return error is None or isinstance(error, Exception)
+        self.last = {"id": message_id, "outcome": outcome, "error": text}
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """While it lasts the weights have no version; after a failure they have none either."""
+        self.version, self.broken = None, "writing was interrupted"
+        try:
+            yield
+        except Exception as error:
+            self.broken = f"writing failed ({type(error).__name__}: {error})"
+            raise Refused("failed", f"{self.broken}; a full sync has to come first") from error
+        self.broken = None
 
 
 def _why_no_updates(parameter: Parameter, plan: Plan) -> str | None:

@@ -6,15 +6,12 @@ Without a GPU it takes vLLM's CPU build as the tests do (`scripts/setup_vllm.sh`
 """
 
 import argparse
-import contextlib
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,7 +25,8 @@ from trl_sketch.sync.update import Step, UpdateMessage, new_run_id
 
 
 ROOT = Path(__file__).resolve().parents[1]
-SUPPORT = str(ROOT / "tests" / "vllm" / "support")
+sys.path.insert(0, str(ROOT / "tests" / "vllm_sync" / "support"))  # which makes vLLM's CPU build keep its weights
+from vllm_server import ENVIRONMENT, running_server  # noqa: E402
 
 
 def make_checkpoint(folder: str) -> None:
@@ -63,42 +61,19 @@ def train_step(model: nn.Module, optimizer: SketchOptimizer) -> None:
     optimizer.step()
 
 
-@contextlib.contextmanager
-def running_server(folder: str, port: int) -> Iterator[str]:
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "256"]
-    command += ["--weight-transfer-config", '{"backend": "sketch"}']
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            while True:
-                try:
-                    urllib.request.urlopen(f"{url}/health", timeout=5).close()
-                    break
-                except OSError:
-                    if process.poll() is not None:
-                        log.seek(0)
-                        sys.exit(f"the server did not start:\n{log.read().decode()[-3000:]}")
-                    time.sleep(0.5)
-            yield url
-        finally:
-            process.terminate()
-            process.wait()
-
-
 def seconds(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
 
 
-def measure_server(folder: str, rank: int, repeats: int, port: int) -> None:
+def measure_server(folder: str, rank: int, repeats: int) -> None:
     model, optimizer, steps = make_trainer(folder, rank)
     parameters = dict(model.named_parameters())
     size = sum(parameter.nbytes for parameter in parameters.values())
-    with running_server(folder, port) as url:
-        client = ServerClient(url, new_run_id())
+    flags = ("--skip-tokenizer-init", "--max-model-len", "256")
+    with running_server(Path(folder), Path(folder) / "log", *flags) as server:
+        client = ServerClient(server.url, new_run_id())
         print(f"initialize: {seconds(lambda: client.initialize(parameters, sketched(optimizer))):.2f} s")
         full, update, update_bytes = [], [], 0
         for _ in range(repeats):
@@ -125,7 +100,6 @@ def sketched(optimizer: SketchOptimizer) -> list[str]:
 
 
 def measure_colocate(folder: str, rank: int, repeats: int) -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
     model, optimizer, _ = make_trainer(folder, rank)
@@ -147,15 +121,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--port", type=int, default=8765)
     arguments = parser.parse_args()
-    os.environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if not torch.cuda.is_available():
-        sys.path.insert(0, SUPPORT)
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SUPPORT, os.environ.get("PYTHONPATH")]))
+    os.environ |= ENVIRONMENT
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as checkpoint:
         make_checkpoint(checkpoint)
-        measure_server(checkpoint, arguments.rank, arguments.repeats, arguments.port)
+        measure_server(checkpoint, arguments.rank, arguments.repeats)
         measure_colocate(checkpoint, arguments.rank, arguments.repeats)

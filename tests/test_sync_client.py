@@ -1,4 +1,4 @@
-"""What the trainer says when a server is not as it should be. (With a real one: tests/vllm.)"""
+"""What the trainer says when a server is not as it should be. (With a real one: tests/vllm_sync.)"""
 
 import json
 import threading

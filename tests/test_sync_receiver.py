@@ -1,4 +1,4 @@
-"""Plan and protocol of the rollout's end, on a small model that loads as vLLM's models do. (With vLLM: tests/vllm.)"""
+"""Plan and protocol of the rollout's end, on a small model that loads as vLLM's models do. (With vLLM: tests/vllm_sync.)"""
 
 import base64
 import json

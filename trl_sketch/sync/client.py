@@ -1,6 +1,7 @@
 """The trainer's end over HTTP: talks to the development endpoints of one `vllm serve`. Nothing is retried."""
 
 import base64
+import contextlib
 import json
 import secrets
 import time
@@ -138,8 +139,11 @@ class ServerClient:
             for message in messages:
                 self.send_bytes(message.to_bytes())
                 version = message.version
-        finally:
-            self._post("/finish_weight_update", {"weight_version": None if version is None else str(version)})
+        except BaseException:
+            with contextlib.suppress(SyncError):  # what went wrong first is what has to be known
+                self._post("/finish_weight_update", {})
+            raise
+        self._post("/finish_weight_update", {"weight_version": None if version is None else str(version)})
 
     def send_bytes(self, body: bytes) -> None:
         """Send one message as it is, between start and finish, and look at its outcome."""

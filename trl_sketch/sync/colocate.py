@@ -15,7 +15,7 @@ def vllm_model(llm: Any) -> nn.Module:
     Raises:
         ValueError: The model is in another process.
     """
-    worker = getattr(llm.llm_engine.model_executor, "driver_worker", None)
+    worker = getattr(getattr(llm.llm_engine, "model_executor", None), "driver_worker", None)
     if worker is None:
         raise ValueError("vLLM's model is in another process: set VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM starts")
     return getattr(worker, "worker", worker).model_runner.model

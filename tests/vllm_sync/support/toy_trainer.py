@@ -1,13 +1,16 @@
 """Small checkpoints of the architectures under test, and a trainer that takes real optimizer steps on one of them."""
 
 import copy
+import string
 from pathlib import Path
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -19,7 +22,8 @@ from trl_sketch.sync.update import Step, UpdateMessage, new_run_id
 from trl_sketch.weights import SketchUpdate, dequantize
 
 
-VOCABULARY = 70  # vLLM pads it to 128
+TOKENS = ["<pad>", "<bos>", "<eos>", *string.ascii_letters, *string.digits, *" .,+="]
+VOCABULARY = len(TOKENS)  # 70; vLLM pads it to 128
 KINDS = {
     "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True, "head_dim": 32}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": False, "head_dim": 32}),
@@ -31,7 +35,13 @@ KINDS = {
 
 
 def save_checkpoint(kind: str, folder: Path) -> None:
-    """A bf16 checkpoint of two layers: grouped queries, biases where the architecture has them, all of them random."""
+    """A bf16 checkpoint of two layers, all of it random, and a tokenizer with a token a character."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", padding_side="left"
+    ).save_pretrained(folder)
     model_class, config_class, settings = KINDS[kind]
     defaults = {
         "vocab_size": VOCABULARY,

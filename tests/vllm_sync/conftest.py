@@ -5,37 +5,18 @@ import fcntl
 import importlib.util
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 
-SUPPORT = str(Path(__file__).parent / "support")
-sys.path.insert(0, SUPPORT)
-
-ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [SUPPORT, os.environ.get("PYTHONPATH")])),
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_SERVER_DEV_MODE": "1",
-}
-# For a process that does other things as well: vLLM must not bind its threads to a core.
-IN_PROCESS = ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-START_TIMEOUT = 300
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+from toy_trainer import save_checkpoint  # noqa: E402
+from vllm_server import IN_PROCESS, Server, running_server  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,8 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`checkpoint(kind)`: folder of a small model; see `toy_trainer.KINDS`."""
-    from toy_trainer import save_checkpoint
-
     made: dict[str, Path] = {}
 
     def make(kind: str) -> Path:
@@ -62,69 +41,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 # ---------------------------------------------------------- servers
-
-
-class Server:
-    """A running `vllm serve`."""
-
-    def __init__(self, folder: Path, url: str) -> None:
-        self.folder, self.url = folder, url
-
-    def post(self, path: str, body: dict) -> dict:
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return json.loads(response.read() or b"null")
-
-    def logprobs(self, tokens: list[int]) -> torch.Tensor:
-        """Log-probabilities `(T - 1,)` of all tokens but the first."""
-        body = {"model": str(self.folder), "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
-        answer = self.post("/v1/completions", body)["choices"][0]["prompt_logprobs"]
-        return torch.tensor([given[str(t)]["logprob"] for t, given in zip(tokens[1:], answer[1:], strict=True)])
-
-
-@contextlib.contextmanager
-def running_server(folder: Path, log: Path, *flags: str, **environment: str) -> Iterator[Server]:
-    """A server with the backend `sketch`, up and healthy."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)),
-        *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--skip-tokenizer-init"),
-        *("--max-model-len", "64", "--max-num-seqs", "8"),
-        *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
-        *("--weight-transfer-config", '{"backend": "sketch"}'),
-        *flags,
-    ]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, env=os.environ | ENVIRONMENT | environment, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_healthy(url, process, log)
-        yield Server(folder, url)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _wait_until_healthy(url: str, process: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT
-    while True:
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5).close()
-            return
-        except (urllib.error.URLError, OSError):
-            if process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"the vLLM server did not start:\n{log.read_text()[-4000:]}")
-            time.sleep(0.2)
 
 
 @contextlib.contextmanager

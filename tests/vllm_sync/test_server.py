@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from toy_trainer import ToyTrainer, add_naively
+from vllm_server import TENSOR_PARALLEL, running_server
 
 from trl_sketch.sync.client import ServerClient, SyncError
 from trl_sketch.sync.update import Step, UpdateMessage, new_run_id
@@ -177,11 +178,8 @@ def test_an_unfinished_full_sync_is_no_version(client, trainer):
 @pytest.mark.slow
 def test_tensor_parallel_workers_follow_as_well(checkpoint, tmp_path: Path):
     """Two worker processes; and an error that reaches one of them leaves no stale reply behind."""
-    from conftest import running_server
-
     flags = ("--tensor-parallel-size", "2")
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with running_server(checkpoint("qwen2"), tmp_path / "log", *flags, **environment) as server:
+    with running_server(checkpoint("qwen2"), tmp_path / "log", *flags, **TENSOR_PARALLEL) as server:
         trainer = ToyTrainer(server.folder)
         client = follow(server, trainer, fresh=True)
         assert len(client.status()) == 2

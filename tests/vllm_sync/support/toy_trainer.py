@@ -23,6 +23,7 @@ from trl_sketch.weights import SketchUpdate, dequantize
 
 
 TOKENS = ["<pad>", "<bos>", "<eos>", *string.ascii_letters, *string.digits, *" .,+="]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # vLLM's
 VOCABULARY = len(TOKENS)  # 70; vLLM pads it to 128
 KINDS = {
     "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True, "head_dim": 32}),
@@ -71,7 +72,7 @@ class ToyTrainer:
     def __init__(self, folder: Path) -> None:
         self.run_id = new_run_id()
         self.model = get_sketch_model(
-            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(DEVICE),
             SketchConfig(rank=8, update_ratio=6e-5, kl_budget=None),
         )
         self.optimizer = SketchOptimizer(self.model, lr=1.0)
@@ -89,7 +90,7 @@ class ToyTrainer:
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            tokens = torch.randint(3, VOCABULARY, (2, 12), generator=self._generator)
+            tokens = torch.randint(3, VOCABULARY, (2, 12), generator=self._generator).to(DEVICE)
             self.model(input_ids=tokens, labels=tokens).loss.backward()
             self.optimizer.step()
 
@@ -105,7 +106,7 @@ class ToyTrainer:
     @torch.no_grad()
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
         """Log-probabilities `(T - 1,)` of all tokens but the first."""
-        logits = self.model(input_ids=torch.tensor([tokens])).logits[0, :-1].float()
+        logits = self.model(input_ids=torch.tensor([tokens], device=DEVICE)).logits[0, :-1].float().cpu()
         return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0]
 
 

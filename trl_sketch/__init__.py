@@ -8,21 +8,33 @@ trainer.train()
 ```
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from .config import SketchConfig
-from .kl import predicted_kl
-from .model import get_sketch_model
-from .optimizer import SketchOptimizer
-from .projection import make_projection
-from .weights import SketchUpdate
 
 
 if TYPE_CHECKING:
     from .callback import SketchCallback
+    from .config import SketchConfig
+    from .kl import predicted_kl
+    from .model import get_sketch_model
+    from .optimizer import SketchOptimizer
+    from .projection import make_projection
     from .trainer import SketchGRPOTrainer
+    from .weights import SketchUpdate
 
 __version__ = "0.1.0"
+
+# Imported when they are asked for: TRL takes seconds, and vLLM's processes, which load the plugin in `sync`, need none of it.
+_MODULES = {
+    "SketchCallback": "callback",
+    "SketchConfig": "config",
+    "SketchGRPOTrainer": "trainer",
+    "SketchOptimizer": "optimizer",
+    "SketchUpdate": "weights",
+    "get_sketch_model": "model",
+    "make_projection": "projection",
+    "predicted_kl": "kl",
+}
 
 __all__ = [
     "SketchCallback",
@@ -37,13 +49,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # TRL takes seconds to import, and a process that only applies updates does not need it.
-    if name == "SketchCallback":
-        from .callback import SketchCallback
-
-        return SketchCallback
-    if name == "SketchGRPOTrainer":
-        from .trainer import SketchGRPOTrainer
-
-        return SketchGRPOTrainer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

@@ -7,17 +7,22 @@ for any shard, any block size, any number of threads and any device. (`gaussian`
 exact sums: their result may differ in the last bit between devices and block sizes.)
 """
 
+import dataclasses
+import struct
 from dataclasses import dataclass
 
 import torch
 
-from .projection import Range, counter_hash, projection_basis
+from .projection import PROJECTIONS, Range, counter_hash, projection_basis
 
 
 # Elements of a temporary: small enough to stay in a CPU's cache, 16 MiB on an accelerator.
 _BLOCK_ELEMENTS = {"cpu": 2**17}
 _BLOCK_ELEMENTS_DEFAULT = 2**22
 _MAX_EXPONENT = 126
+
+# A record of one update: kind of A, length of the name, d, k, r, key of A, key of the rounding; little-endian, 24 bytes.
+_RECORD = struct.Struct("<HHIIIii")
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
@@ -74,6 +79,10 @@ def subtract_(weight: torch.Tensor, delta: torch.Tensor, key: torch.Tensor, rows
     weight.copy_(delta)
 
 
+def _int8_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().numpy().tobytes()
+
+
 @dataclass
 class SketchUpdate:
     """The update `W += U A` of one matrix, in the form in which it is applied and sent.
@@ -100,6 +109,69 @@ class SketchUpdate:
     def nbytes(self) -> int:
         """Bytes of the factor: d·(r + 1)."""
         return self.q.numel() + self.exponent.numel()
+
+    def to(self, device: torch.device | str) -> "SketchUpdate":
+        """The same update with its tensors on `device`."""
+        tensors = {f: getattr(self, f).to(device) for f in ("projection_key", "rounding_key", "q", "exponent")}
+        return dataclasses.replace(self, **tensors)
+
+    def to_bytes(self) -> bytes:
+        """The update as one record; the byte layout is in `docs/sync.md`."""
+        name = self.name.encode()
+        d, rank = self.q.shape
+        head = _RECORD.pack(
+            PROJECTIONS.index(self.projection),
+            len(name),
+            d,
+            self.in_features,
+            rank,
+            int(self.projection_key),
+            int(self.rounding_key),
+        )
+        return b"".join((head, name, _int8_bytes(self.exponent), _int8_bytes(self.q)))
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> "SketchUpdate":
+        """The update of a record that [`to_bytes`] wrote, its tensors on the CPU.
+
+        Raises:
+            ValueError: The record is not whole, or a field has a value that no update has; the message says which.
+        """
+        data = memoryview(data)
+        if len(data) < _RECORD.size:
+            raise ValueError(f"an update's record has at least {_RECORD.size} bytes, got {len(data)}")
+        kind, name_length, d, in_features, rank, projection_key, rounding_key = _RECORD.unpack_from(data)
+        expected = _RECORD.size + name_length + d * (rank + 1)
+        if len(data) != expected:
+            raise ValueError(
+                f"an update of shape ({d}, {in_features}) and rank {rank} has {expected} bytes, got {len(data)}"
+            )
+        try:
+            name = str(data[_RECORD.size : _RECORD.size + name_length], "utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the name of an update is not UTF-8: {error}") from None
+        if kind >= len(PROJECTIONS):
+            raise ValueError(f"{name}: projection must be one of 0 to {len(PROJECTIONS) - 1}, got {kind}")
+        if d < 1 or not 1 <= rank <= in_features:
+            raise ValueError(
+                f"{name}: an update has at least one row and 1 <= rank <= in_features, got {d} rows, rank {rank} and "
+                f"in_features {in_features}"
+            )
+        values = torch.frombuffer(bytearray(data[_RECORD.size + name_length :]), dtype=torch.int8)
+        exponent, q = values[:d], values[d:].view(d, rank)
+        if int(exponent.max()) > _MAX_EXPONENT or int(exponent.min()) < -_MAX_EXPONENT:
+            raise ValueError(f"{name}: exponents must be between -{_MAX_EXPONENT} and {_MAX_EXPONENT}")
+        if int(q.min()) < -127:
+            raise ValueError(f"{name}: the factor's integers must be between -127 and 127")
+        return cls(
+            name=name,
+            projection=PROJECTIONS[kind],
+            in_features=in_features,
+            projection_key=torch.tensor(projection_key, dtype=torch.int32),
+            rounding_key=torch.tensor(rounding_key, dtype=torch.int32),
+            q=q,
+            exponent=exponent,
+        )
 
     @torch.no_grad()
     def apply_(

@@ -44,6 +44,8 @@ EVERY_FIELD = {
     "mismatch_subtraction": ("false", ["false"], False),
     "mismatch_ema": ("0.5", ["0.5"], 0.5),
     "mismatch_floor": ("0.25", ["0.25"], 0.25),
+    "vllm_sync": ("sketch", ["sketch"], "sketch"),
+    "full_sync_every": ("7", ["7"], 7),
     "skip_nonfinite_steps": ("true", ["true"], True),
 }
 

@@ -237,6 +237,10 @@ class SketchCallback(TrainerCallback):
     ) -> None:
         if logs is None or "loss" not in logs:  # the log of an evaluation, or of the end of training
             return
+        rollout: Any = getattr(self.trainer, "vllm_generation", None)
+        if rollout is not None:
+            self._metrics |= rollout.metrics
+            rollout.metrics = {}
         means = {name: sum(values) / len(values) for name, values in self._metrics.items()}
         self._metrics.clear()
         optimizer = self._optimizer(kwargs)

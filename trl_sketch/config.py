@@ -14,6 +14,7 @@ _REGULAR_EXPRESSION = set(r"\^$*+?{}[]|()")  # characters that tell one from a n
 CONFIG_NAME = "sketch_config.json"
 UPDATE_RULES = ("row_adam", "sgd", "adam")
 PROBES = ("auto", "jvp", "finite_difference")
+VLLM_SYNCS = ("auto", "share", "sketch", "full")
 SCHEDULES = ("cosine", "constant")
 NORMS = ("global", "matrix", "none")
 WEIGHT_PRECISIONS = ("auto", "bf16", "fp32")
@@ -179,6 +180,21 @@ class SketchConfig:
     mismatch_floor: float = field(
         default=0.5, metadata={"help": "Share of the budget that the subtraction always leaves."}
     )
+    vllm_sync: str = field(
+        default="auto",
+        metadata={
+            "help": "How vLLM gets the trainer's weights: `share` (one storage, in colocate mode), `sketch` (updates of the "
+            "last steps), `full` (whole weights), or `auto`: the first of these that is possible and exact.",
+            "choices": list(VLLM_SYNCS),
+        },
+    )
+    full_sync_every: int = field(
+        default=100,
+        metadata={
+            "help": "Syncs between two comparisons of vLLM's weights with the trainer's; where they differ, all are sent. "
+            "0: never."
+        },
+    )
     skip_nonfinite_steps: bool = field(
         default=False,
         metadata={
@@ -241,6 +257,12 @@ class SketchConfig:
         self._check("beta1", _is_fraction(self.beta1), "in [0, 1)")
         self._check("beta2", _is_fraction(self.beta2), "in [0, 1)")
         self._check("relative_epsilon", _is_fraction(self.relative_epsilon), "in [0, 1)")
+        self._check_choice("vllm_sync", VLLM_SYNCS)
+        self._check(
+            "full_sync_every",
+            _is_int(self.full_sync_every) and self.full_sync_every >= 0,
+            "a number of syncs, or 0 for never",
+        )
         self._check_choice("kl_schedule", SCHEDULES)
         self._check_choice("kl_probe", PROBES)
         self._check("kl_budget", self.kl_budget is None or _is_positive(self.kl_budget), "None or positive and finite")

@@ -29,17 +29,23 @@ def world_size() -> int:
 # ---------------------------------------------------------------------- what is where
 
 
-def local_block(weight: torch.Tensor) -> tuple[torch.Tensor, Range, Range]:
-    """The part of a matrix that this rank holds, and its rows and columns (half-open) in the whole matrix.
+def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The part of a tensor that this rank holds, and the index of its first element in the whole.
 
     Args:
-        weight: `(d, k)`, an ordinary tensor, or a DTensor in any even or uneven sharding by rows or columns.
+        tensor: An ordinary tensor, which is whole, or a DTensor, evenly or unevenly sharded along one dimension.
     """
-    if not isinstance(weight, DTensor):
-        return weight, (0, weight.shape[0]), (0, weight.shape[1])
-    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    rows, cols = ((start, start + length) for start, length in zip(offset, shape, strict=True))
-    return weight.to_local(), rows, cols
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(offset)
+
+
+def local_block(weight: torch.Tensor) -> tuple[torch.Tensor, Range, Range]:
+    """[`local_part`] of a matrix: the part, and its rows and columns (half-open) in the whole matrix."""
+    part, offset = local_part(weight)
+    rows, cols = ((start, start + length) for start, length in zip(offset, part.shape, strict=True))
+    return part, rows, cols
 
 
 def norms(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

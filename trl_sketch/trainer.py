@@ -23,6 +23,7 @@ from .checkpoint import WholeCheckpoints
 from .config import SketchConfig
 from .model import get_sketch_model, sketch_state
 from .optimizer import SketchOptimizer
+from .sync.trainer_side import SketchVLLMGeneration, installed
 
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class SketchGRPOTrainer(WholeCheckpoints, GRPOTrainer):
       * `__init__` takes the `SketchConfig` out, lets TRL build everything, then calls [`get_sketch_model`] on the model.
         With `beta > 0` and a model that was passed as an object, the reference model is a copy of that object (TRL
         would load the checkpoint that its config names, which need not have the same weights).
+      * With `use_vllm`, generation is by a [`SketchVLLMGeneration`], which follows the optimizer's updates.
       * `create_optimizer` returns a [`SketchOptimizer`].
       * `_save` leaves out the second name of a tied weight, which FSDP2 gathers as a weight of its own.
       * `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`, `_run_epoch` and `_finalize_training` are those of
@@ -82,6 +84,8 @@ class SketchGRPOTrainer(WholeCheckpoints, GRPOTrainer):
         "citation": _CITATION + GRPOTrainer._paper["citation"],
     }
 
+    vllm_generation: SketchVLLMGeneration
+
     def __init__(
         self,
         model: str | PreTrainedModel,
@@ -98,7 +102,7 @@ class SketchGRPOTrainer(WholeCheckpoints, GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         _check_arguments(model, args, optimizers, quantization_config, peft_config)
-        with _reference_model_is_a_copy_of(model), distributed.fsdp_on_cpu():
+        with _reference_model_is_a_copy_of(model), distributed.fsdp_on_cpu(), installed(trl_grpo):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -123,13 +127,23 @@ class SketchGRPOTrainer(WholeCheckpoints, GRPOTrainer):
         if state.config.projection_seed is None:
             state.set_seed(self.args.seed)
         self.add_callback(SketchCallback(self))
+        if self.use_vllm:
+            self.vllm_generation.attach(state.config, self._save_before_stopping)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """A [`SketchOptimizer`] with the trainer's learning rate, unless one was passed to `__init__`."""
         if self.optimizer is None:
             policy: Any = self.model
             self.optimizer = SketchOptimizer(policy, lr=self.args.learning_rate)
+        if self.use_vllm:
+            self.vllm_generation.follow(self.optimizer)
         return self.optimizer
+
+    def _save_before_stopping(self) -> str:
+        """Save a checkpoint; returns its folder."""
+        policy: Any = self.model
+        self._save_checkpoint(policy, trial=None)
+        return os.path.join(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is not None:

@@ -44,21 +44,26 @@ class ServerClient:
         self.timeout = timeout
         self.bytes_sent = 0
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.cast: set[str] = set()
 
     # ------------------------------------------------------------------ protocol
 
-    def initialize(self, parameters: Mapping[str, torch.Tensor], sketched: Iterable[str]) -> None:
+    def initialize(self, parameters: Mapping[str, torch.Tensor], sketched: Iterable[str]) -> dict[str, str]:
         """Say what will be sent. Nothing changes at the server until the first full sync.
 
         Args:
             parameters: All of the model's, by checkpoint name, each once; only shapes and types are read.
             sketched: The names of those that get updates.
 
+        Returns:
+            Those of `sketched` that take whole weights only, with the reason: of another type in the trainer than at the
+            server, they would not be updated exactly.
+
         Raises:
             SyncError: The server was started without the backend, or cannot take some of the weights; the message says
                 which flag is missing, or which weights and why.
         """
-        self._check_backend()
+        self.check_backend()
         self.shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
         message_id = secrets.token_hex(8)
         info = {
@@ -71,9 +76,12 @@ class ServerClient:
         statuses = self.status()
         self._raise_unless_applied(statuses, message_id)
         problems: dict[str, str] = {}
+        unsketchable: dict[str, str] = {}
         for status in statuses:
             sender = status["senders"][self.run_id.hex()]
-            problems |= sender["refused"] | sender["unsketchable"]
+            problems |= sender["refused"]
+            unsketchable |= sender["unsketchable"]
+            self.cast |= set(sender["cast"])
         problems |= self._uncovered(set(problems))
         if problems:
             listed = "; ".join(f"{name}: {reason}" for name, reason in list(problems.items())[:5])
@@ -81,6 +89,7 @@ class ServerClient:
             raise SyncError(
                 "unsupported", f"the vLLM server at {self.base_url} cannot take these weights: {listed}{more}"
             )
+        return unsketchable
 
     def send_updates(self, message: UpdateMessage) -> None:
         """Send the updates of one or several steps.
@@ -121,8 +130,12 @@ class ServerClient:
         return result
 
     def differing(self, parameters: Mapping[str, torch.Tensor]) -> list[str]:
-        """Names of the trainer's `parameters` that the server does not have to the last bit."""
-        return [n for n, value in self.checksums(parameters).items() if value != checksum(parameters[n].detach())]
+        """Names of the trainer's `parameters` that the server does not have to the last bit.
+
+        Those that it holds in another type are left out.
+        """
+        theirs = self.checksums(name for name in parameters if name not in self.cast)
+        return [name for name, value in theirs.items() if value != checksum(parameters[name].detach())]
 
     def reset_prefix_cache(self) -> None:
         """Forget what was computed with older weights. To be called after every sync."""
@@ -170,7 +183,12 @@ class ServerClient:
                 result[name] = "the workers' loaders leave out a part of it"
         return result
 
-    def _check_backend(self) -> None:
+    def check_backend(self) -> None:
+        """See that the server was started as it must be.
+
+        Raises:
+            SyncError: It was not, and which flag or variable is missing; or it does not answer.
+        """
         try:
             config = self._request("GET", "/server_info?config_format=json")["vllm_config"]
         except SyncError as error:

@@ -1,12 +1,13 @@
 """vLLM in the trainer's process: one copy of the weights where that is possible, one batched copy where it is not."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from .plan import Box, Parameter, Plan, record_plan
+from .receiver import why_no_updates
 
 
 def vllm_model(llm: Any) -> nn.Module:
@@ -73,14 +74,30 @@ class ColocatedWeights:
         self.shared = [name for name in self.parameters if name not in kept]
         return self.shared
 
+    def unsketchable(self, names: Iterable[str]) -> dict[str, str]:
+        """Those of `names` that updates would not keep equal, with the reason."""
+        described = [Parameter(n, tuple(self.parameters[n].shape), self.parameters[n].dtype) for n in names]
+        reasons = {p.name: why_no_updates(p, self.plan) for p in described}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
     @torch.no_grad()
-    def copy(self) -> list[str]:
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a whole parameter into vLLM's weights."""
+        for box in self.plan.boxes[name]:
+            box.target.copy_(box.of(tensor))
+
+    @torch.no_grad()
+    def copy(self, names: Iterable[str] | None = None) -> list[str]:
         """Write the trainer's values into vLLM's weights in one pass, except for those that are shared.
+
+        Args:
+            names: Of these parameters, default all.
 
         Returns:
             The names that were written.
         """
-        written = [name for name in self.parameters if name not in self.refused and name not in set(self.shared)]
+        kept = set(self.shared) | set(self.refused)
+        written = [name for name in (self.parameters if names is None else names) if name not in kept]
         pairs = [(box.target, box.of(self.parameters[name])) for name in written for box in self.plan.boxes[name]]
         if pairs:
             torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

@@ -56,6 +56,13 @@ class Sender:
     plan: Plan
     unsketchable: dict[str, str]
 
+    @property
+    def cast(self) -> list[str]:
+        """Names of parameters that are held in another type than they are sent in, so that their bits differ."""
+        return [
+            n for n, p in self.parameters.items() if any(box.target.dtype != p.dtype for box in self.plan.boxes[n])
+        ]
+
 
 class Refused(Exception):
     """A message is not applied; `outcome` is one of the table's. Nothing has been written."""
@@ -111,7 +118,7 @@ class Receiver:
                 for name, count in plan.uncovered(parameters).items():
                     plan.refused[name] = f"the loader leaves out {count} of its elements"
             by_name = {p.name: p for p in parameters}
-            unsketchable = {n: r for n in sorted(sketched) if (r := _why_no_updates(by_name[n], plan)) is not None}
+            unsketchable = {n: r for n in sorted(sketched) if (r := why_no_updates(by_name[n], plan)) is not None}
             kept = {run: sender for run, sender in self.senders.items() if run == self.run_id}
             self.senders = kept | {run_id: Sender(by_name, sketched, plan, unsketchable)}
 
@@ -146,7 +153,7 @@ class Receiver:
             "broken": self.broken,
             "last": self.last,
             "senders": {
-                run.hex(): {"refused": sender.plan.refused, "unsketchable": sender.unsketchable}
+                run.hex(): {"refused": sender.plan.refused, "unsketchable": sender.unsketchable, "cast": sender.cast}
                 for run, sender in self.senders.items()
             },
         }
@@ -187,23 +194,8 @@ class Receiver:
             _check_step(step, sender)
         with self._writing():
             for step in steps:
-                self._apply(step, sender)
+                apply_step(step, sender.plan)
         self.version = message.version
-
-    @torch.no_grad()
-    def _apply(self, step: Step, sender: Sender) -> None:
-        made: tuple[Any, torch.Tensor] | None = None
-        for update in step.updates:
-            for box in sender.plan.boxes[f"{update.name}.weight"]:
-                (row, col), (height, width) = box.start, box.shape
-                cols = (col, col + width)
-                moved = update.to(box.target.device)
-                # Neighbours (q, k, v) share a projection: it is drawn once for all of them.
-                shape = (update.q.shape[1], update.in_features)
-                wanted = (update.projection, int(update.projection_key), shape, cols, moved.q.device)
-                if made is None or made[0] != wanted:
-                    made = (wanted, projection_basis(update.projection, moved.projection_key, *shape, cols=cols))
-                moved.apply_(box.target, (row, row + height), cols, basis=made[1])
 
     # ------------------------------------------------------------------ whole weights
 
@@ -263,7 +255,24 @@ class Receiver:
         self.broken = None
 
 
-def _why_no_updates(parameter: Parameter, plan: Plan) -> str | None:
+@torch.no_grad()
+def apply_step(step: Step, plan: Plan) -> None:
+    """Apply a step's updates to the boxes of `plan`."""
+    made: tuple[Any, torch.Tensor] | None = None
+    for update in step.updates:
+        for box in plan.boxes[f"{update.name}.weight"]:
+            (row, col), (height, width) = box.start, box.shape
+            cols = (col, col + width)
+            moved = update.to(box.target.device)
+            # Neighbours (q, k, v) share a projection: it is drawn once for all of them.
+            shape = (update.q.shape[1], update.in_features)
+            wanted = (update.projection, int(update.projection_key), shape, cols, moved.q.device)
+            if made is None or made[0] != wanted:
+                made = (wanted, projection_basis(update.projection, moved.projection_key, *shape, cols=cols))
+            moved.apply_(box.target, (row, row + height), cols, basis=made[1])
+
+
+def why_no_updates(parameter: Parameter, plan: Plan) -> str | None:
     """Why a parameter takes no sketch updates, only full syncs; `None` if it takes them."""
     if parameter.name in plan.refused:
         return plan.refused[parameter.name]
@@ -289,7 +298,7 @@ def _check_step(step: Step, sender: Sender) -> None:
         if shape != sender.parameters[name].shape:
             raise Refused("invalid", f"{name} has shape {sender.parameters[name].shape}, its update {shape}")
     absent = sender.sketched - {f"{update.name}.weight" for update in step.updates}
-    if absent:
+    if step.updates and absent:  # a step that was skipped has none at all
         raise Refused("invalid", f"the step to version {step.version} has no update of {_some(absent)}")
 
 

@@ -259,6 +259,8 @@ def run(trainer: GRPOTrainer, job: Job) -> Result:
     trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
     seconds = perf_counter() - start
     after = accuracy(trainer, job)
+    if trainer.is_fsdp_enabled:  # an ordinary model, however the checkpoints were written
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
     return Result(before, after, seconds)
 

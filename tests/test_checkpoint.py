@@ -4,8 +4,11 @@ import ctypes
 import errno
 import os
 import resource
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from transformers.trainer_callback import TrainerState
 
 from trl_sketch import SketchConfig, SketchGRPOTrainer, SketchOptimizer, get_sketch_model
 from trl_sketch.checkpoint import UNFINISHED, WholeCheckpoints
+from trl_sketch.model import sketch_state
 
 
 def names(output: Path) -> list[str]:
@@ -143,6 +147,68 @@ def test_state_of_an_unknown_format_is_refused(policy_folder: str, tmp_path: Pat
     torch.save(state, path)
     with pytest.raises(ValueError, match="format version 99.*resume with the version that wrote it"):
         build(policy_folder, tmp_path, max_steps=2).train(resume_from_checkpoint=True)
+
+
+def test_damaged_checkpoints_are_named(policy_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And the one before them; a missing optimizer state is warned about, since save_only_model leaves it out."""
+    build(policy_folder, tmp_path, max_steps=3).train()
+    newest, before = tmp_path / "checkpoint-3", tmp_path / "checkpoint-2"
+
+    def said(**changes: Any) -> str:
+        with pytest.raises(ValueError) as caught:
+            build(policy_folder, tmp_path, max_steps=4, save_strategy="no", **changes).train(
+                resume_from_checkpoint=True
+            )
+        return str(caught.value)
+
+    whole = (newest / "optimizer.pt").read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"no archive"):
+        (newest / "optimizer.pt").write_bytes(damaged)
+        assert said().startswith(f"{newest} cannot be read: ")
+    (newest / "optimizer.pt").write_bytes(whole)
+    (newest / "scheduler.pt").unlink()
+    assert said() == f"{newest} is damaged: it has no scheduler.pt; resume from {before}"
+    (newest / "optimizer.pt").unlink()
+    with caplog.at_level("WARNING"):
+        build(policy_folder, tmp_path, max_steps=4, save_strategy="no").train(resume_from_checkpoint=True)
+    assert f"{newest} has no optimizer state, as with save_only_model" in caplog.text
+    (newest / "trainer_state.json").unlink()
+    assert said() == f"{newest} is not a checkpoint, since it has no trainer_state.json; resume from {before}"
+    for folder in (newest, before, tmp_path / "checkpoint-1"):
+        shutil.rmtree(folder)
+    assert (
+        said() == f"resume_from_checkpoint=True, and there is no checkpoint in {tmp_path}: leave it out to start anew"
+    )
+
+
+def test_two_runs_do_not_write_to_one_folder(policy_folder: str, tmp_path: Path) -> None:
+    """As after a launcher was killed, whose processes go on; the lock goes with the process that has it."""
+    holder = "import fcntl, sys, time; f = open(sys.argv[1], 'a+'); fcntl.flock(f, fcntl.LOCK_EX); "
+    holder += "f.write('17'); f.flush(); print('locked', flush=True); time.sleep(600)"
+    with subprocess.Popen(
+        [sys.executable, "-c", holder, str(tmp_path / "_training")], stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"locked\n"
+        trainer = build(policy_folder, tmp_path, max_steps=1)
+        with pytest.raises(RuntimeError, match=f"process 17 trains into {tmp_path}: wait for it, stop it"):
+            trainer.train()
+        assert names(tmp_path) == []
+        other.kill()
+    trainer.train()
+    assert names(tmp_path) == ["checkpoint-1"]
+
+
+def test_the_projections_keep_the_seed_of_the_checkpoint(
+    policy_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build(policy_folder, tmp_path, config=SketchConfig(kl_budget=None, rank=8, projection_seed=1), max_steps=1).train()
+    resumed = build(
+        policy_folder, tmp_path, config=SketchConfig(kl_budget=None, rank=8, projection_seed=2), max_steps=2
+    )
+    with caplog.at_level("WARNING"):
+        resumed.train(resume_from_checkpoint=True)
+    assert "goes on with the seed of its projections, 1, and not with 2" in caplog.text
+    assert sketch_state(resumed.model).seed == 1
 
 
 def test_save_only_model(policy_folder: str, tmp_path: Path) -> None:

@@ -65,6 +65,15 @@ class SketchCallback(TrainerCallback):
         self._forget()
         self._measured_rollout = getattr(self.trainer, "_buffered_inputs", None)  # in κ already, when a run is resumed
         config = optimizer.config
+        shared = {
+            "the temperature, the schedule or max_steps": distributed.crc(
+                [
+                    getattr(args, n, None)
+                    for n in ("temperature", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs")
+                ]
+            )
+        }
+        distributed.check_agreement(shared, optimizer.sketches.device)
         if distributed.is_sharded(kwargs["model"]):
             # generate() then waits for the ranks whose responses are longer; accelerate does not say so of FSDP2
             kwargs["model"]._is_fsdp_managed_module = True
@@ -186,7 +195,7 @@ class SketchCallback(TrainerCallback):
         arguments: dict[str, Any] = {
             "temperature": getattr(args, "temperature", 1.0),
             "max_tokens": optimizer.config.kl_probe_max_tokens,
-            "autocast_dtype": torch.bfloat16 if args.bf16 else None,
+            "autocast_dtype": torch.bfloat16 if self._computes_in_bf16(args) else None,
         }
         if self._method is not None:
             return kl.predicted_kl(model, batches, method=self._method, **arguments)
@@ -196,7 +205,7 @@ class SketchCallback(TrainerCallback):
                 if batches:
                     kl.check_head(model, batches[0])
                 q = kl.predicted_kl(model, batches, method=method, **arguments)
-            except (torch.OutOfMemoryError, FloatingPointError):
+            except (torch.OutOfMemoryError, torch.distributed.DistError, FloatingPointError):
                 raise
             except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
                 if method == methods[-1]:
@@ -212,6 +221,9 @@ class SketchCallback(TrainerCallback):
                 self._method = method
             break
         return q
+
+    def _computes_in_bf16(self, args: TrainingArguments) -> bool:
+        return args.bf16 or (self.trainer is not None and self.trainer.accelerator.mixed_precision == "bf16")
 
     def _update_mismatch(self, optimizer: SketchOptimizer) -> bool:
         """Average a new measurement into κ, once per rollout; returns whether there is a κ."""

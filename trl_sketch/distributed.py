@@ -6,8 +6,10 @@ process group.
 
 import contextlib
 import dataclasses
+import json
 import os
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from .projection import Range
+from .sync.checksum import checksum
 
 
 def world_size() -> int:
@@ -115,7 +118,7 @@ def check_agreement(values: dict[str, int], device: torch.device) -> None:
     """
     if world_size() == 1:
         return
-    mine = torch.tensor([value % 2**62 for value in values.values()], dtype=torch.int64, device=device)
+    mine = torch.tensor([*values.values()], dtype=torch.int64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(world_size())]
     dist.all_gather(everyone, mine)
     for rank, theirs in enumerate(everyone):
@@ -127,10 +130,21 @@ def check_agreement(values: dict[str, int], device: torch.device) -> None:
             )
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """Sum of a tensor's bits, as integers of its width; the same on every device."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return int(tensor.detach().contiguous().view(integers[tensor.dtype.itemsize]).sum(dtype=torch.int64))
+def fingerprint(tensors: Mapping[str, torch.Tensor]) -> int:
+    """A number for names, shapes and bits of whole tensors; the same on every device."""
+    return crc([(name, tuple(tensor.shape), checksum(_words(tensor.detach()))) for name, tensor in tensors.items()])
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor of any type, in 16-bit words."""
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.to(torch.int16)
+    return tensor.contiguous().reshape(-1).view(torch.bfloat16)
+
+
+def crc(value: Any) -> int:
+    """A number for what JSON makes of `value`."""
+    return zlib.crc32(json.dumps(value, sort_keys=True, default=str).encode())
 
 
 # ---------------------------------------------------------------------- engines
@@ -162,6 +176,11 @@ def check_engine(trainer: Any) -> None:
             "fsdp_offload_params keeps the weights on the CPU, where they cannot be updated from sketches on the GPU: set it "
             "to false"
         )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise ValueError(
+            f"mixed_precision: {accelerator.mixed_precision} needs loss scaling or a training recipe of its own, which work on "
+            "dense gradients: set it to bf16 or no in the accelerate configuration"
+        )
     parallelism = getattr(accelerator, "parallelism_config", None)
     for name in ("tp_size", "cp_size", "sp_size"):
         if getattr(parallelism, name, 1) > 1:
@@ -169,13 +188,13 @@ def check_engine(trainer: Any) -> None:
 
 
 @contextlib.contextmanager
-def fsdp_on_cpu() -> Iterator[None]:
-    """Where accelerate is told to use FSDP and runs on several CPUs, an `Accelerator` made in the block does so.
+def fsdp_on_cpu(args: Any = None) -> Iterator[None]:
+    """Where accelerate, or `fsdp` of the training arguments, is told to use FSDP and runs on several CPUs, an `Accelerator` made in the block does so.
 
     (By itself it ignores the setting there, and trains with DDP.)
     """
     state = PartialState._shared_state
-    wanted = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    wanted = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(getattr(args, "fsdp", None))
     if not wanted or state.get("distributed_type") != DistributedType.MULTI_CPU:
         yield
         return
@@ -212,6 +231,13 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
+def reshard(model: nn.Module) -> None:
+    """Have the shards of an FSDP2 model as its parameters, and nothing gathered that an update would not reach."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @contextlib.contextmanager
 def exact_inputs(model: nn.Module) -> Iterator[None]:
     """FSDP2 does not cast what goes into and comes out of its modules, and shards again when the block ends.
@@ -229,8 +255,7 @@ def exact_inputs(model: nn.Module) -> Iterator[None]:
     finally:
         for key, state in states.items():
             state._mp_policy = policies[key]
-        for module in modules:
-            module.reshard()
+        reshard(model)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,10 @@ def step_scale(q: float, budget: float, alpha_max: float) -> float:
         FloatingPointError: q is negative or not finite.
     """
     if not 0 <= q < math.inf:
-        raise FloatingPointError(f"the predicted KL of the proposed update is {q}. No weight has been changed")
+        raise FloatingPointError(
+            f"the predicted KL of the proposed update is {q}. No weight has been changed. Look for weights or logits that are "
+            "not finite; skip_nonfinite_steps=True leaves such a step out"
+        )
     return 1.0 if q == 0 else min(alpha_max, math.sqrt(budget / q))
 
 
@@ -344,6 +347,7 @@ def check_head(model: PreTrainedModel, inputs: Inputs) -> None:
         NotImplementedError: They are not, as where a layer stands between the backbone and the head.
     """
     states: list[torch.Tensor] = []
+    head = _head(model)
     ids = inputs["input_ids"][:1, :8]
     was_training = model.training
     handle = model.base_model.register_forward_hook(
@@ -358,7 +362,7 @@ def check_head(model: PreTrainedModel, inputs: Inputs) -> None:
     if not logits.isfinite().all():
         return  # the prediction itself will not be finite, and say so
     h = states[-1][0, -1:]
-    z = torch.cat([scores for scores, _ in _scores(_head(model), h, h)], dim=1)[0]
+    z = torch.cat([scores for scores, _ in _scores(head, h, h)], dim=1)[0]
     softcap = _logit_softcap(model)
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)

@@ -1,7 +1,7 @@
 """`SketchOptimizer`: from the sketches of a model to new weights, in three calls: propose, scale, step."""
 
 import json
-import zlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +16,8 @@ from .model import sketch_state
 from .projection import derive_key, projection_basis
 from .weights import SketchUpdate, quantize
 
+
+logger = logging.getLogger(__name__)
 
 STATE_FORMAT_VERSION = 2
 # What must be the same when a run is resumed, or its statistics and projections would be of another method.
@@ -100,7 +102,7 @@ class SketchOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "propose() was called twice: call step() to apply the proposal, or zero_grad() to drop it"
             )
-        self._check_ranks()
+        self._check_ranks(max_grad_norm)
         distributed.average_(state.flat)
         blocks = state.rank_blocks()
         row_norm = torch.cat([torch.linalg.vector_norm(block, dim=1) for block, _ in blocks])
@@ -277,36 +279,35 @@ class SketchOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------ several ranks
 
     def _weights(self) -> list[torch.Tensor]:
-        """The weights in the order of the layers; under FSDP2 the shards, also where a layer's are gathered just now."""
-        held = self.param_groups[0]["params"]
-        return [
-            own if isinstance(own, DTensor) else layer.weight for layer, own in zip(self.layers, held, strict=True)
-        ]
+        """The weights in the order of the layers; under FSDP2 the shards, also where whole ones are gathered just now."""
+        distributed.reshard(self._model)
+        return [layer.weight for layer in self.layers]
 
-    def _check_ranks(self) -> None:
+    def _check_ranks(self, max_grad_norm: float | None) -> None:
         """Once, before the first step: the ranks have the same settings, projections and weights."""
         if self._ranks_agree:
             return
-        names = [layer.name for layer in self.layers]
-        distributed.check_sharding(self._model, dict(zip(names, self._weights(), strict=True)))
+        weights = {layer.name: weight for layer, weight in zip(self.layers, self._weights(), strict=True)}
+        distributed.check_sharding(self._model, weights)
         if distributed.world_size() > 1:
             state = self.sketches
             shapes = [(layer.name, layer.out_features, layer.group.rank) for layer in self.layers]
-            drawn = {(group.kind, group.rank, group.in_features): group for group in state.groups}.values()
-            bases = [
-                projection_basis(g.kind, g.key, g.rank, g.in_features, cols=(0, min(64, g.in_features))) for g in drawn
-            ]
-            # Where weights are sharded the ranks hold different parts, which FSDP2 took from one rank or loaded itself.
-            plain = [p for p in self._model.parameters() if not isinstance(p, DTensor)]
-            fingerprint = {
-                "the matrices that are trained, or their settings": zlib.crc32(
-                    json.dumps([self.config.to_dict(), shapes], sort_keys=True, default=str).encode()
-                ),
-                "the seed or the step": hash((state.seed, state.step)),
-                "the random projections": sum(int(key) for key in state.keys) + sum(map(distributed.checksum, bases)),
-                "the weights": sum(map(distributed.checksum, plain)) if len(plain) else 0,
+            rates = [self.param_groups[0]["lr"], self.param_groups[0]["initial_lr"], max_grad_norm]
+            drawn = {(g.kind, g.rank, g.in_features): g for g in state.groups}
+            bases = {
+                g.name: projection_basis(g.kind, g.key, g.rank, g.in_features, cols=(0, min(64, g.in_features)))
+                for g in drawn.values()
             }
-            distributed.check_agreement(fingerprint, state.flat.device)
+            # Where weights are sharded the ranks hold different parts, which FSDP2 took from one rank or loaded itself.
+            plain = {name: p for name, p in self._model.named_parameters() if not isinstance(p, DTensor)}
+            values = {
+                "the matrices that are trained, or their settings": distributed.crc([self.config.to_dict(), shapes]),
+                "the learning rate or max_grad_norm": distributed.crc(rates),
+                "the seed or the step": distributed.crc([state.seed, state.step]),
+                "the random projections": distributed.fingerprint({"keys": state.keys} | bases),
+                "the weights": distributed.fingerprint(plain),
+            }
+            distributed.check_agreement(values, state.flat.device)
         self._ranks_agree = True
 
     # ------------------------------------------------------------------ state
@@ -365,6 +366,10 @@ class SketchOptimizer(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, **state_dict, "param_groups": [group, *others]})
         self.zero_grad()
         step, seed, self.skipped_steps = sketch["counters"].tolist()
+        if seed != self.sketches.seed:
+            logger.warning(
+                "The run goes on with the seed of its projections, %d, and not with %d.", seed, self.sketches.seed
+            )
         self._moments = moments
         self.mismatch = sketch["mismatch"]
         self._ranks_agree = False

@@ -202,7 +202,8 @@ def _probing(model: PreTrainedModel, linear: Callable[[SketchLinear, torch.Tenso
         for config, _ in attention:
             config._attn_implementation_internal = _ATTENTION
         state.probe = linear
-        with torch.no_grad(), distributed.exact_inputs(model):
+        # a compiled model would be compiled again for the probe
+        with torch.no_grad(), distributed.exact_inputs(model), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         _replaced.reset(token)

@@ -102,7 +102,7 @@ class SketchGRPOTrainer(WholeCheckpoints, GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         _check_arguments(model, args, optimizers, quantization_config, peft_config)
-        with _reference_model_is_a_copy_of(model), distributed.fsdp_on_cpu(), installed(trl_grpo):
+        with _reference_model_is_a_copy_of(model), distributed.fsdp_on_cpu(args), installed(trl_grpo):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -117,7 +117,11 @@ class SketchGRPOTrainer(WholeCheckpoints, GRPOTrainer):
             )
         policy: Any = self.model
         if not _is_sketched(policy):
-            get_sketch_model(policy, peft_config, compute_dtype=torch.bfloat16 if self.args.bf16 else None)
+            get_sketch_model(
+                policy,
+                peft_config,
+                compute_dtype=torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None,
+            )
         state = sketch_state(policy)
         if isinstance(self.optimizer, SketchOptimizer) and self.optimizer.sketches is not state:
             raise ValueError(

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl import GRPOConfig, SFTConfig, SFTTrainer
 
 from trl_sketch import SketchCallback, SketchConfig, SketchGRPOTrainer, SketchOptimizer, get_sketch_model
-from trl_sketch.distributed import checksum
 from trl_sketch.model import sketch_state
+from trl_sketch.sync.checksum import checksum
 
 
 ENVIRONMENT = {  # what accelerate launch makes of recipes/accelerate/fsdp2.yaml
@@ -269,6 +269,31 @@ def refused(folder: str, environment: dict[str, str]) -> str:
 def test_other_shardings_are_refused(policy_folder: str, environment: dict[str, str], said: str) -> None:
     for message in run(2, refused, policy_folder, ENVIRONMENT["fsdp2"] | environment, launched=True):
         assert re.match(said, message), message
+
+
+def resumed_elsewhere(folder: str, engine: str, checkpoint: str) -> str:
+    try:
+        grpo(folder, engine, resume=checkpoint)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_of_another_engine_is_refused(policy_folder: str, tmp_path: Path) -> None:
+    names = {
+        "ddp": "one process or DDP",
+        "fsdp2": "FSDP2 with FULL_STATE_DICT",
+        "fsdp2_sharded": "FSDP2 with SHARDED_STATE_DICT",
+    }
+    for engine in names:
+        settings = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / engine), "max_steps": 1}
+        launch(2, policy_folder, engine, settings=settings)
+    for written, here in (("ddp", "fsdp2"), ("fsdp2", "ddp"), ("fsdp2", "fsdp2_sharded"), ("fsdp2_sharded", "fsdp2")):
+        checkpoint = str(tmp_path / written / "checkpoint-1")
+        for said in run(2, resumed_elsewhere, policy_folder, here, checkpoint, launched=True):
+            assert said.startswith(
+                f"{checkpoint} was written by {names[written]} and this run uses {names[here]}: resume with"
+            )
 
 
 def sft(folder: str) -> tuple[list[float], int, bool]:

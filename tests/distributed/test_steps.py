@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trl_sketch import SketchConfig, SketchOptimizer, get_sketch_model, kl
-from trl_sketch.distributed import checksum
+from trl_sketch.sync.checksum import checksum
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -195,6 +195,10 @@ def test_a_bad_loss_on_one_rank_stops_all_before_a_weight_moves(bad: float) -> N
 def disagreeing(how: str) -> tuple[str, bool]:
     second = dist.get_rank() == 1
     model, optimizer = net(**({"projection": "rademacher"} if second and how == "settings" else {}))
+    if second and how == "rate":
+        optimizer.param_groups[0]["lr"] *= 2
+    if second and how == "order":
+        model.a.weight.data = model.a.weight.data.flip(0)
     if second and how == "seed":
         optimizer.sketches.set_seed(1)
     if second and how == "projections":
@@ -218,6 +222,8 @@ def disagreeing(how: str) -> tuple[str, bool]:
         ("settings", "the matrices that are trained, or their settings and the random projections"),
         ("seed", "the seed or the step and the random projections"),
         ("projections", "the random projections"),
+        ("rate", "the learning rate or max_grad_norm"),
+        ("order", "the weights"),
         ("weights", "the weights"),
     ],
 )
@@ -259,6 +265,28 @@ def sharded_first() -> str:
 
 def test_sharding_before_sketching_is_refused() -> None:
     assert "a has a weight that is sharded already" in run(1, sharded_first)[0]
+
+
+def forward_in_between(made_first: bool) -> tuple[bool, bool]:
+    """Validate between backward and step, which leaves the outermost weights gathered: do shards and forward follow?"""
+    model = get_sketch_model(Net(), SketchConfig(rank=4))
+    optimizer = SketchOptimizer(model, lr=1e-2) if made_first else None
+    fully_shard(model)
+    optimizer = optimizer or SketchOptimizer(model, lr=1e-2)
+    before = whole(model)
+    x, y = microbatch(0, 0, FP32)
+    ((model(x) - y) ** 2).mean().backward()
+    with torch.no_grad():
+        old = model(x)
+    optimizer.step()
+    with torch.no_grad():
+        new = model(x)
+    return differing(before, whole(model)) > 0.5, bool((old != new).any())
+
+
+@pytest.mark.parametrize("made_first", [False, True])
+def test_what_is_gathered_at_the_step_is_not_taken_for_the_weights(made_first: bool) -> None:
+    assert run(2, forward_in_between, made_first) == [(True, True)] * 2
 
 
 # ---------------------------------------------------------------------- what is handed on, and the KL

@@ -68,12 +68,10 @@ class ProjectionGroup:
         return projection_scale(self.kind, self.rank)
 
     def basis(self, dtype: torch.dtype) -> torch.Tensor:
-        """A / scale `(r, k)`. Signs are drawn anew at each call; a dear projection is kept for its lifetime."""
-        if self.kind in SIGN_PROJECTIONS:
-            return projection_basis(self.kind, self.key, self.rank, self.in_features, dtype=dtype)
-        if self._basis is None:
-            self._basis = projection_basis(self.kind, self.key, self.rank, self.in_features)
-        return self._basis.to(dtype)
+        """A / scale `(r, k)`. Signs are drawn anew at each call; of a dear projection the copy that is kept is returned."""
+        if self._basis is not None and self._basis.dtype == dtype:
+            return self._basis
+        return projection_basis(self.kind, self.key, self.rank, self.in_features, dtype=dtype)
 
     def gram(self, dtype: torch.dtype) -> torch.Tensor | None:
         """A Aᵀ `(r, r)`, or `None` where it is (k/r)·I, because the rows of A are orthogonal."""
@@ -95,7 +93,12 @@ class ProjectionGroup:
             or self._input_version != x._version
             or cached.dtype != dtype
         ):
-            cached = F.linear(x.to(dtype), self.basis(dtype))
+            basis = self.basis(dtype)
+            if self.kind not in SIGN_PROJECTIONS:
+                # Its QR would take longer than everything else here. Kept in the type that the model computes in: bf16 as a
+                # rule, 2·r·k bytes (RGC).
+                self._basis = basis
+            cached = F.linear(x.to(dtype), basis)
             self._input, self._input_version = weakref.ref(x), x._version
             self._projected, self._remaining = cached, self.members
         self._remaining -= 1
@@ -142,11 +145,11 @@ class SketchLinear(nn.Linear):
         # a bf16 weight in a model that is otherwise fp32, used outside autocast
         return F.linear(input.to(weight.dtype), weight, bias).to(input.dtype)
 
-    def proposed_factor(self) -> torch.Tensor:
+    def proposed_factor(self, rows: slice = slice(None)) -> torch.Tensor:
         """The factor `(d, r)` of the proposed update `ΔW = factor · (A / scale)`, at α = 1 and not yet quantized."""
         assert self.state.coefficients is not None
         coefficient = self.state.coefficients[self.index] * -self.group.scale
-        return self.sketch * coefficient.to(self.sketch.dtype)
+        return self.sketch[rows] * coefficient.to(self.sketch.dtype)
 
     @property
     def sketch(self) -> torch.Tensor:

@@ -7,17 +7,27 @@ for any shard, any block size, any number of threads and any device. (`gaussian`
 exact sums: their result may differ in the last bit between devices and block sizes.)
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from .projection import Range, counter_hash, projection_basis
+from .projection import SIGN_PROJECTIONS, Range, counter_hash, projection_basis
 
 
-# Elements of a temporary: small enough to stay in a CPU's cache, 16 MiB on an accelerator.
+# Elements of a temporary: small enough to stay in a CPU's cache, 8 MiB on an accelerator. With what is computed on the way
+# an update takes four to six times as much, whatever the matrix and the rank.
 _BLOCK_ELEMENTS = {"cpu": 2**17}
-_BLOCK_ELEMENTS_DEFAULT = 2**22
+_BLOCK_ELEMENTS_DEFAULT = 2**21
+_BASIS_ELEMENTS = 2**21  # of the columns of A that are drawn together
 _MAX_EXPONENT = 126
+
+
+def row_blocks(rows: Range, width: int, elements: int = _BLOCK_ELEMENTS_DEFAULT) -> Iterator[Range]:
+    """`rows` in parts of at most `elements` entries, for a matrix of `width` columns; at least a row each."""
+    step = max(1, elements // max(1, width))
+    for start in range(rows[0], rows[1], step):
+        yield start, min(start + step, rows[1])
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
@@ -117,7 +127,8 @@ class SketchUpdate:
             weight: bf16, fp32 or fp64, of shape `(rows, cols)`.
             rows: Half-open range of the shard's rows in the whole matrix, default all.
             cols: Half-open range of the shard's columns in the whole matrix, default all.
-            basis: The shard's columns of A / scale, `(r, cols)` in fp32, if they are at hand.
+            basis: The shard's columns of A / scale, `(r, cols)` in fp32, if they are at hand. Signs are otherwise drawn
+                for some columns at a time, so that they take 8 MiB and not 4·r·k bytes.
             block_elements: Elements of a temporary.
 
         Raises:
@@ -135,16 +146,18 @@ class SketchUpdate:
             )
         if weight.dtype not in (torch.bfloat16, torch.float32, torch.float64):
             raise ValueError(f"{self.name}: weights must be bfloat16, float32 or float64, got {weight.dtype}")
-        if basis is None:
-            basis = projection_basis(self.projection, self.projection_key, rank, self.in_features, cols=cols)
         if block_elements is None:
             block_elements = _BLOCK_ELEMENTS.get(weight.device.type, _BLOCK_ELEMENTS_DEFAULT)
         scale = -_power_of_two(self.exponent)
         zero = torch.zeros((), device=weight.device)
-        step = max(1, block_elements // max(1, weight.shape[1]))
-        for start in range(rows[0], rows[1], step):
-            stop = min(start + step, rows[1])
-            delta = torch.mm(self.q[start:stop].float(), basis)
-            # 0 + delta·(-scale) is +0.0 wherever the sum is zero, in whatever order it was formed; w - 0.0 is w, -0.0 too.
-            torch.addcmul(zero, delta, scale[start:stop, None], out=delta)
-            subtract_(weight[start - rows[0] : stop - rows[0]], delta, self.rounding_key, (start, stop), cols)
+        in_parts = basis is None and self.projection in SIGN_PROJECTIONS
+        for part in row_blocks(cols, rank, _BASIS_ELEMENTS) if in_parts else [cols]:  # a row here is a column of A
+            drawn = basis
+            if drawn is None:
+                drawn = projection_basis(self.projection, self.projection_key, rank, self.in_features, cols=part)
+            columns = weight[:, part[0] - cols[0] : part[1] - cols[0]]
+            for start, stop in row_blocks(rows, part[1] - part[0], block_elements):
+                delta = torch.mm(self.q[start:stop].float(), drawn)
+                # 0 + delta·(-scale) is +0.0 wherever the sum is zero, in whatever order it was formed; w - 0.0 is w, -0.0 too.
+                torch.addcmul(zero, delta, scale[start:stop, None], out=delta)
+                subtract_(columns[start - rows[0] : stop - rows[0]], delta, self.rounding_key, (start, stop), part)

@@ -67,6 +67,11 @@ class ProjectionGroup:
         """A / basis: the sketch and the update fold it in."""
         return projection_scale(self.kind, self.rank)
 
+    @property
+    def kept_basis(self) -> torch.Tensor | None:
+        """The copy of A / scale that is kept, if one is."""
+        return self._basis
+
     def basis(self, dtype: torch.dtype) -> torch.Tensor:
         """A / scale `(r, k)`. Signs are drawn anew at each call; of a dear projection the copy that is kept is returned."""
         if self._basis is not None and self._basis.dtype == dtype:

@@ -392,6 +392,22 @@ class SketchOptimizer(torch.optim.Optimizer):
         flat = self.sketches.flat
         return torch.zeros_like(flat) if self.config.update_rule == "adam" else flat.new_zeros(sum(self.sizes))
 
+    def state_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """What training keeps from step to step beside the weights: `sketch`, `projection` and `optimizer`."""
+        state = self.sketches
+        kept = [group.kept_basis for group in state.groups]
+        last = [self.grad_norm, self.update_ratio]
+        return {
+            "sketch": [state.flat],
+            "projection": [state.keys, state.anchor, *(basis for basis in kept if basis is not None)],
+            "optimizer": [*self._moments.values(), *(norm for norm in last if norm is not None)],
+        }
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of [`state_tensors`]."""
+        return sum(tensor.untyped_storage().nbytes() for part in self.state_tensors().values() for tensor in part)
+
     # ------------------------------------------------------------------ helpers
 
     def _by_group(self) -> list[tuple[ProjectionGroup, list[tuple[int, SketchLinear]]]]:

@@ -8,19 +8,19 @@ trainer.train()
 ```
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from .config import SketchConfig
-from .kl import predicted_kl
-from .model import get_sketch_model
-from .optimizer import SketchOptimizer
-from .projection import make_projection
-from .weights import SketchUpdate
 
 
 if TYPE_CHECKING:
     from .callback import SketchCallback
+    from .config import SketchConfig
+    from .kl import predicted_kl
+    from .model import get_sketch_model
+    from .optimizer import SketchOptimizer
+    from .projection import make_projection
     from .trainer import SketchGRPOTrainer
+    from .weights import SketchUpdate
 
 __version__ = "0.1.0"
 
@@ -35,15 +35,25 @@ __all__ = [
     "predicted_kl",
 ]
 
+# Imported when they are first asked for. TRL takes seconds to import, which a process that only applies updates does not
+# need, and torch and transformers take some, which `trl-sketch --help` does not need.
+_MODULES = {
+    "SketchCallback": "callback",
+    "SketchConfig": "config",
+    "SketchGRPOTrainer": "trainer",
+    "SketchOptimizer": "optimizer",
+    "SketchUpdate": "weights",
+    "get_sketch_model": "model",
+    "make_projection": "projection",
+    "predicted_kl": "kl",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # TRL takes seconds to import, and a process that only applies updates does not need it.
-    if name == "SketchCallback":
-        from .callback import SketchCallback
-
-        return SketchCallback
-    if name == "SketchGRPOTrainer":
-        from .trainer import SketchGRPOTrainer
-
-        return SketchGRPOTrainer
+    if name in _MODULES:
+        return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

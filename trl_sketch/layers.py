@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .config import SketchConfig
 from .projection import SIGN_PROJECTIONS, derive_key, projection_basis, projection_scale
@@ -119,6 +121,20 @@ class ProjectionGroup:
         self._basis = self._projected = self._input = None
 
 
+def _is_forgotten() -> bool:
+    """Whether what is saved for backward just now is dropped, because activation checkpointing will compute it again.
+
+    (The first forward pass of a reentrant checkpoint is without gradients in any case. Selective checkpointing counts the
+    operations of both passes, which must then be the same.)
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or hooks[0].__module__ != checkpoint.__name__:
+        return False
+    is_first_pass = hooks[0].__qualname__.startswith(f"{checkpoint._checkpoint_hook.__name__}.")
+    selective = checkpoint._CachingTorchDispatchMode
+    return is_first_pass and not any(isinstance(mode, selective) for mode in _get_current_dispatch_mode_stack())
+
+
 class SketchLinear(nn.Linear):
     """An `nn.Linear` that accumulates the sketch of its weight's gradient in backward.
 
@@ -140,7 +156,11 @@ class SketchLinear(nn.Linear):
         if self.bias is not None and y.ndim != 2:
             # F.linear returns a view here, and a change of a view in place would cost backward a copy
             y = torch.ops.aten._unsafe_view(y, y.shape)
-        return _AccumulateSketch.apply(y, self.state.anchor, self.group.project(input, y.dtype), self)
+        if not torch.compiler.is_compiling() and _is_forgotten():
+            projected = y.new_empty(()).expand(*input.shape[:-1], self.group.rank)  # of the shape that is expected
+        else:
+            projected = self.group.project(input, y.dtype)
+        return _AccumulateSketch.apply(y, self.state.anchor, projected, self)
 
     def linear(self, input: torch.Tensor) -> torch.Tensor:
         """The ordinary `x Wᵀ + b`, `(…, d)`."""

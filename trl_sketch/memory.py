@@ -65,7 +65,7 @@ _HEAD_TOKENS, _HEAD_LOGITS = 4096, 32768  # of a tile of TRL's fused LM head
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """A training step whose memory is asked for.
 
@@ -181,6 +181,8 @@ def predict(plan: Plan) -> Prediction:
     state = predict_state(plan)
     steps = _Step(plan)
     phases = {"head": steps.head(), "backward": steps.backward()}
+    if plan.method == "lora":
+        phases["forward"] = steps.forward_of_adapter()
     if plan.method == "sketch":
         phases["probe"] = steps.probe()
     if plan.method in ("sketch", "rgc", "logra"):
@@ -299,7 +301,9 @@ class _Step:
             return sum({matrix.group: min(rank, matrix.k) for matrix in shape.matrices}.values())
         if self.plan.method in ("rgc", "logra"):
             return sum(min(rank, matrix.k) for matrix in shape.matrices)
-        shared = shape.layers * (2 * shape.width + shape.intermediate)  # what each group reads, the attention's output aside
+        shared = shape.layers * (
+            2 * shape.width + shape.intermediate
+        )  # what each group reads, the attention's output aside
         if self.plan.method == "lora":
             return (shape.inputs if self.is_cast else shared) + rank * len(shape.matrices)
         return shape.inputs - shape.layers * shape.query if self.is_cast else shared
@@ -322,6 +326,15 @@ class _Step:
         if self.residual == self.c or self.plan.world_size > 1:
             return 0, 0
         return self.c * self.shape.width * min(self.t, _HEAD_TOKENS), self.c * self.shape.width * _HEAD_LOGITS
+
+    def forward_of_adapter(self) -> dict[str, int]:
+        """The last down_proj with LoRA: PEFT casts its input to fp32, and autocast casts that back."""
+        shape, t, c = self.shape, self.t, self.c
+        mlp = shape.intermediate * t
+        casts = (4 + c) * mlp if self.is_cast and self.plan.checkpointing else 4 * mlp if self.is_cast else 0
+        cached = self.copies if self.plan.checkpointing else 0
+        activations = self.kept() - 4 * shape.width * t + cached
+        return {"activations": activations, "working": casts + c * mlp + 4 * c * shape.width * t}
 
     def head(self) -> dict[str, int]:
         """The forward pass of the LM head."""

@@ -262,11 +262,16 @@ def fused_log_probs(hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor)
 # ---------------------------------------------------------------------- one training step
 
 
-def measure(plan: Plan) -> Measurement:
-    """Measure a step without a GPU, on fake tensors. Takes some seconds."""
+def measure(plan: Plan, update: bool = True) -> Measurement:
+    """Measure a step without a GPU, on fake tensors.
+
+    Args:
+        plan: The step.
+        update: Whether to go on behind backward, to the proposal, the KL probe and the update; without, it is quicker.
+    """
     model = _build(plan)
     with FakeTensorMode(allow_non_fake_inputs=True), StorageTracker(plan.tokens - 1) as tracker, _as_on_cuda():
-        _run(plan, model, tracker, "cpu", _ATTENTION)
+        _run(plan, model, tracker, "cpu", _ATTENTION, update)
         return _result(tracker)
 
 
@@ -327,7 +332,9 @@ def _build(plan: Plan) -> PreTrainedModel:
     return model
 
 
-def _run(plan: Plan, model: PreTrainedModel, meter: _Meter, device: str, attention: str) -> None:
+def _run(
+    plan: Plan, model: PreTrainedModel, meter: _Meter, device: str, attention: str, update: bool = True
+) -> None:
     """The last microbatch of an optimizer step, and the step."""
     model.to_empty(device=device)
     model.tie_weights()
@@ -364,7 +371,7 @@ def _run(plan: Plan, model: PreTrainedModel, meter: _Meter, device: str, attenti
     meter.enter("backward")
     loss.backward()
     del loss
-    if isinstance(optimizer, SketchOptimizer):
+    if isinstance(optimizer, SketchOptimizer) and update:
         _assign_sketches(optimizer, meter)
         meter.enter("propose")
         optimizer.propose()
@@ -375,8 +382,9 @@ def _run(plan: Plan, model: PreTrainedModel, meter: _Meter, device: str, attenti
                 {"input_ids": ids[:PROBE_RESPONSES], "labels": ids[:PROBE_RESPONSES]},
                 autocast_dtype=plan.dtype if plan.dtype == torch.bfloat16 else None,
             )
-    meter.enter("update")
-    optimizer.step()
+    if update:
+        meter.enter("update")
+        optimizer.step()
     if isinstance(optimizer, SketchOptimizer):
         _assign_sketches(optimizer, meter)
     del ids

@@ -100,7 +100,9 @@ def load_config(model: str) -> PretrainedConfig:
         return AutoConfig.for_model(settings.pop("model_type"), **settings)
     if _looks_like_a_folder(model) and not (Path(model) / "config.json").is_file():
         problem = "has no config.json" if Path(model).is_dir() else "does not exist"
-        raise ValueError(f"model={model!r}: the folder {problem}. Give a folder that save_pretrained() wrote, or a name")
+        raise ValueError(
+            f"model={model!r}: the folder {problem}. Give a folder that save_pretrained() wrote, or a name"
+        )
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
@@ -140,7 +142,9 @@ def shape_of(config: PretrainedConfig) -> Shape:
     parameters = dict(model.named_parameters())
     get_sketch_model(model, SketchConfig(rank=1))
     layers = sketch_state(model).layers
-    matrices = tuple(Matrix(name, layer.out_features, layer.in_features, layer.group.name) for name, layer in layers.items())
+    matrices = tuple(
+        Matrix(name, layer.out_features, layer.in_features, layer.group.name) for name, layer in layers.items()
+    )
     trained = {f"{name}.weight" for name in layers}
     others = {name: p.numel() for name, p in parameters.items() if name not in trained}
     text: Any = config.get_text_config()

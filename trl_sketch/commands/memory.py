@@ -263,24 +263,24 @@ def _plot(rows: list[_Row], cards: list[float], path: str) -> None:
         (f"{row.model}\n" if several else "") + row.plan.method + ("" if row.rank == "–" else f", rank {row.rank}")
         for row in rows
     ]
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.5 * len(rows)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 2 + 0.45 * len(rows)), layout="constrained")
     left = [0.0] * len(rows)
     for part, color in zip(PARTS, plt.get_cmap("tab20").colors, strict=False):  # type: ignore[attr-defined]
         sizes = [row.prediction.parts.get(part, 0) / GIB for row in rows]
         if any(size > 0.0005 for size in sizes):
-            axes.barh(range(len(rows)), sizes, left=left, label=part, color=color)
+            axes.barh(range(len(rows)), sizes, left=left, label=_NAMES.get(part, part), color=color)
             left = [start + size for start, size in zip(left, sizes, strict=True)]
     for y, total in enumerate(left):
         axes.text(total, y, f" {total:.2f}", va="center")
     for card in cards:
         axes.axvline(card, color="black", linestyle="--", linewidth=0.8)
-        axes.text(card, -0.6, f"{card:g} GiB", ha="right", va="bottom", fontsize="small")
+        axes.text(card, 1.01, f"{card:g} GiB", ha="center", va="bottom", transform=axes.get_xaxis_transform())
     axes.set_yticks(range(len(rows)), labels)
     axes.invert_yaxis()
-    axes.margins(x=0.08)
+    axes.margins(x=0.1)
     axes.set_xlabel("GiB per GPU at the peak of a training step")
     if not several:
-        axes.set_title(rows[0].model)
-    axes.legend(fontsize="small", loc="lower right")
+        axes.set_title(rows[0].model, loc="left", pad=18 if cards else 6)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)

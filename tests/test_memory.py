@@ -31,7 +31,7 @@ from trl_sketch.memory import (
     predict_state,
 )
 from trl_sketch.memory_measure import Measurement, StorageTracker, measure, measure_on_cpu
-from trl_sketch.memory_models import BUILT_IN
+from trl_sketch.memory_models import BUILT_IN, load_config
 from trl_sketch.model import sketch_state
 
 
@@ -122,7 +122,9 @@ def test_formula_and_measurement_agree(model, method, checkpointing):
     ],
 )
 def test_formula_and_measurement_agree_elsewhere(method, change):
-    plan = replace(planned("Qwen/Qwen3-0.6B", method), **change)
+    config = load_config("Qwen/Qwen3-0.6B")
+    config.num_hidden_layers, config.layer_types = 6, config.layer_types[:6]
+    plan = replace(Plan(config, method, 64), **change)
     assert predict(plan).total == pytest.approx(measured(plan).peak, rel=0.03)
 
 
@@ -151,7 +153,7 @@ def test_activations_without_checkpointing():
     ("model", "tokens", "rank"),
     [
         ("Qwen/Qwen3-0.6B", 512, 256),
-        (QWEN3, 1024, 64),
+        pytest.param(QWEN3, 1024, 64, marks=pytest.mark.slow),
         pytest.param(QWEN3, 4096, 256, marks=pytest.mark.slow),
         pytest.param(QWEN25, 1024, 256, marks=pytest.mark.slow),
     ],
@@ -206,7 +208,10 @@ def embedded_config() -> Any:
 def test_the_state_of_the_embedded_default_to_the_byte(embedded_config, method, checkpointing):
     rank = 32 if method != "lora" else 8
     plan = Plan(embedded_config, method, rank, tokens=19, microbatch=8, checkpointing=checkpointing)
-    assert measure_on_cpu(plan).left == predict_state(plan)
+    measurement, state = measure_on_cpu(plan), predict_state(plan)
+    # RGC's projections go when the step is done; the others keep only seeds.
+    assert measurement.parts["backward"].get("projection") == state.get("projection")
+    assert measurement.left | {"projection": 0} == state | {"projection": 0}
 
 
 def test_the_state_of_a_run_is_the_predicted_one(policy_folder, tmp_path):
@@ -311,9 +316,11 @@ def test_there_is_one_copy_of_the_sketches(tiny_qwen3):
     get_sketch_model(model, SketchConfig(rank=32))
     inputs = {"input_ids": torch.tensor([[3, 1, 4, 1]]), "labels": torch.tensor([[3, 1, 4, 1]])}
     with StorageTracker(alignment=1) as tracker:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tracker.assign(tensor, "weights")
+        weights = tracker.current
         optimizer = SketchOptimizer(model, lr=1e-4)
         sketch = sketch_state(model).flat
-        assert tracker.current < 1.1 * sketch.nbytes
         for _ in range(2):
             for _ in range(2):
                 tracker.enter("backward")
@@ -331,7 +338,7 @@ def test_there_is_one_copy_of_the_sketches(tiny_qwen3):
     peaks = {phase: peak for phase, (peak, _) in tracker.peaks.items()}
     assert peaks.keys() >= {"backward", "propose", "probe", "update"}
     for phase, peak in peaks.items():
-        assert peak < 1.5 * sketch.nbytes, phase
+        assert peak - weights < 1.5 * sketch.nbytes, phase
 
 
 def test_a_kept_projection_is_in_the_type_of_the_model(tiny_qwen3):

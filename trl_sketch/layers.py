@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .config import SketchConfig
 from .projection import SIGN_PROJECTIONS, derive_key, projection_basis, projection_scale
+from .weights import BASIS_ELEMENTS, row_blocks
 
 
 class _AccumulateSketch(torch.autograd.Function):
@@ -80,12 +81,23 @@ class ProjectionGroup:
             return self._basis
         return projection_basis(self.kind, self.key, self.rank, self.in_features, dtype=dtype)
 
+    def keep_basis(self, dtype: torch.dtype) -> None:
+        """Keep a copy of A / scale in `dtype` until it is redrawn, if it is dear: the QR takes longer than all else here.
+
+        The type is the one that the model computes in, bf16 as a rule: 2·r·k bytes, as RGC has.
+        """
+        if self.kind not in SIGN_PROJECTIONS:
+            self._basis = self.basis(dtype)
+
     def gram(self, dtype: torch.dtype) -> torch.Tensor | None:
         """A Aᵀ `(r, r)`, or `None` where it is (k/r)·I, because the rows of A are orthogonal."""
         if self.kind == "orthonormal" or (self.kind == "hadamard" and self.in_features.bit_count() == 1):
             return None
-        basis = self.basis(dtype)
-        return (basis @ basis.t()).mul_(self.scale**2)
+        gram = self.key.new_zeros(self.rank, self.rank, dtype=dtype)
+        for cols in row_blocks((0, self.in_features), self.rank, BASIS_ELEMENTS):  # a row here is a column of A
+            part = projection_basis(self.kind, self.key, self.rank, self.in_features, cols=cols, dtype=dtype)
+            gram.addmm_(part, part.t())
+        return gram.mul_(self.scale**2)
 
     @torch.no_grad()
     def project(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -100,12 +112,8 @@ class ProjectionGroup:
             or self._input_version != x._version
             or cached.dtype != dtype
         ):
-            basis = self.basis(dtype)
-            if self.kind not in SIGN_PROJECTIONS:
-                # Its QR would take longer than everything else here. Kept in the type that the model computes in: bf16 as a
-                # rule, 2·r·k bytes (RGC).
-                self._basis = basis
-            cached = F.linear(x.to(dtype), basis)
+            self.keep_basis(dtype)
+            cached = F.linear(x.to(dtype), self.basis(dtype))
             self._input, self._input_version = weakref.ref(x), x._version
             self._projected, self._remaining = cached, self.members
         self._remaining -= 1

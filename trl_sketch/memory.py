@@ -378,7 +378,8 @@ class _Step:
         t = min(PROBE_RESPONSES, self.plan.microbatch) * self.plan.tokens
         stream = 4 * shape.width * t
         scores = 4 * min(2**22, shape.query * t)
-        attention = 5 * stream + 4 * 2 * (shape.query + shape.key_value) * t + 2 * c * shape.key_value * t + 6 * scores
+        heads = 4 * 2 * (shape.query + shape.key_value) + 2 * c * (shape.query + shape.key_value)
+        attention = 5 * stream + heads * t + 6 * scores
         mlp = 5 * stream + 9 * c * shape.intermediate * t
         rows = min(2048, 2**22 // shape.width)
         head = 3 * stream + 4 * rows * (shape.width + 6 * min(t, 1024))

@@ -354,7 +354,7 @@ def _run(
         meter.assign(buffer, "weights")
     optimizer: torch.optim.Optimizer
     if plan.method in _SKETCHED:
-        optimizer = _sketch_optimizer(model, device)
+        optimizer = _sketch_optimizer(model, plan, device)
         _assign_sketches(optimizer, meter)
     else:
         optimizer = _adamw(trained, meter)
@@ -392,12 +392,14 @@ def _run(
     meter.enter("end")
 
 
-def _sketch_optimizer(model: PreTrainedModel, device: str) -> SketchOptimizer:
-    """The optimizer of a model that was given its sketches on the meta device."""
+def _sketch_optimizer(model: PreTrainedModel, plan: Plan, device: str) -> SketchOptimizer:
+    """The optimizer of a model that was given its sketches on the meta device, after the first microbatch."""
     state = sketch_state(model)
     state.anchor = torch.zeros((), requires_grad=True)
     state.keys = torch.zeros(len(state.groups), dtype=torch.int32, device=device)
     state.set_step(0)
+    for group in state.groups:
+        group.keep_basis(plan.dtype)
     return SketchOptimizer(model)
 
 

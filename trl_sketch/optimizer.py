@@ -253,6 +253,7 @@ class SketchOptimizer(torch.optim.Optimizer):
                 update.apply_(block, rows, cols, basis=None if basis is None else basis[:, slice(*cols)])
                 if self.listeners:
                     updates[layer.name] = update
+                del update  # before the next one is made
         return [updates[layer.name] for layer in self.layers] if self.listeners else []
 
     def _update_of(self, layer: SketchLinear) -> SketchUpdate:

@@ -19,7 +19,7 @@ from .projection import SIGN_PROJECTIONS, Range, counter_hash, projection_basis
 # an update takes four to six times as much, whatever the matrix and the rank.
 _BLOCK_ELEMENTS = {"cpu": 2**17}
 _BLOCK_ELEMENTS_DEFAULT = 2**21
-_BASIS_ELEMENTS = 2**21  # of the columns of A that are drawn together
+BASIS_ELEMENTS = 2**20  # of the columns of A that are drawn together
 _MAX_EXPONENT = 126
 
 
@@ -128,7 +128,7 @@ class SketchUpdate:
             rows: Half-open range of the shard's rows in the whole matrix, default all.
             cols: Half-open range of the shard's columns in the whole matrix, default all.
             basis: The shard's columns of A / scale, `(r, cols)` in fp32, if they are at hand. Signs are otherwise drawn
-                for some columns at a time, so that they take 8 MiB and not 4·r·k bytes.
+                for some columns at a time, so that they take 4 MiB and not 4·r·k bytes.
             block_elements: Elements of a temporary.
 
         Raises:
@@ -151,7 +151,7 @@ class SketchUpdate:
         scale = -_power_of_two(self.exponent)
         zero = torch.zeros((), device=weight.device)
         in_parts = basis is None and self.projection in SIGN_PROJECTIONS
-        for part in row_blocks(cols, rank, _BASIS_ELEMENTS) if in_parts else [cols]:  # a row here is a column of A
+        for part in row_blocks(cols, rank, BASIS_ELEMENTS) if in_parts else [cols]:  # a row here is a column of A
             drawn = basis
             if drawn is None:
                 drawn = projection_basis(self.projection, self.projection_key, rank, self.in_features, cols=part)

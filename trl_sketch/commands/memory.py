@@ -169,17 +169,19 @@ def _print_tables(rows: list[_Row], cards: list[float], args: argparse.Namespace
         f"GiB per GPU at the peak of a training step of {plan.microbatch} x {plan.tokens} tokens in {args.dtype}, "
         f"{checkpointing} gradient checkpointing. Engine: {_engine(plan)}.",
         highlight=False,
+        soft_wrap=True,
     )
     for model in dict.fromkeys(row.model for row in rows):
         mine = [row for row in rows if row.model == model]
         console.print(_parts_table(model, mine, cards))
         for line in _remarks(mine, cards):
-            console.print(line, highlight=False)
+            console.print(line, highlight=False, soft_wrap=True)
     console.print(
         "Not counted: generation, vLLM in the same process, the CUDA context and fragmentation"
         + (f" (for which the verdicts leave {RESERVED:g} GiB)." if cards else "."),
         highlight=False,
         style="dim",
+        soft_wrap=True,
     )
 
 

@@ -332,9 +332,7 @@ def _build(plan: Plan) -> PreTrainedModel:
     return model
 
 
-def _run(
-    plan: Plan, model: PreTrainedModel, meter: _Meter, device: str, attention: str, update: bool = True
-) -> None:
+def _run(plan: Plan, model: PreTrainedModel, meter: _Meter, device: str, attention: str, update: bool = True) -> None:
     """The last microbatch of an optimizer step, and the step."""
     model.to_empty(device=device)
     model.tie_weights()

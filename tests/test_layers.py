@@ -830,3 +830,19 @@ def test_compiled_language_model() -> None:
     config = SketchConfig(rank=8, target_modules=["q_proj", "v_proj", "down_proj"])  # each takes seconds to compile
     sketched = get_sketch_model(copy.deepcopy(dense), config)
     check_compiled(sketched, dense, lambda model: model(**batch(0)).loss, 1e-5)
+
+
+def test_checkpointing_projects_in_the_recomputation_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = []
+    linear = F.linear
+    layer = get_sketch_model(nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)), SketchConfig(rank=4))
+    monkeypatch.setattr(F, "linear", lambda x, w, *b: ranks.append(len(w)) or linear(x, w, *b))
+    x = torch.randn(5, 16, requires_grad=True)
+    loss = checkpoint(layer, x, use_reentrant=False).square().sum()
+    assert ranks == [24, 16]  # the layers, and no X Aᵀ
+    loss.backward()
+    assert sorted(ranks[2:]) == [4, 4, 16, 24]
+    expected = sketch_state(layer).flat.clone()
+    sketch_state(layer).zero_()
+    layer(x).square().sum().backward()
+    assert torch.equal(sketch_state(layer).flat, expected)

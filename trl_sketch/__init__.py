@@ -24,18 +24,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported when they are asked for: TRL takes seconds, and vLLM's processes, which load the plugin in `sync`, need none of it.
-_MODULES = {
-    "SketchCallback": "callback",
-    "SketchConfig": "config",
-    "SketchGRPOTrainer": "trainer",
-    "SketchOptimizer": "optimizer",
-    "SketchUpdate": "weights",
-    "get_sketch_model": "model",
-    "make_projection": "projection",
-    "predicted_kl": "kl",
-}
-
 __all__ = [
     "SketchCallback",
     "SketchConfig",
@@ -47,8 +35,25 @@ __all__ = [
     "predicted_kl",
 ]
 
+# Imported when they are first asked for. TRL takes seconds to import, which a process that only applies updates does not
+# need, and torch and transformers take some, which `trl-sketch --help` does not need.
+_MODULES = {
+    "SketchCallback": "callback",
+    "SketchConfig": "config",
+    "SketchGRPOTrainer": "trainer",
+    "SketchOptimizer": "optimizer",
+    "SketchUpdate": "weights",
+    "get_sketch_model": "model",
+    "make_projection": "projection",
+    "predicted_kl": "kl",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

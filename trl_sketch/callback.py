@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from . import distributed, kl
+from .memory_peaks import PeakMemory
 from .optimizer import SketchOptimizer
 from .probe import InputRecorder, Inputs
 
@@ -44,6 +45,7 @@ class SketchCallback(TrainerCallback):
             distributed.prepare_engine(trainer)
         self.trainer = trainer
         self._recorder: InputRecorder | None = None
+        self._peaks: PeakMemory | None = None
         self._method: str | None = None  # of the KL probe, once it is known what works
         self._forget()
 
@@ -52,6 +54,9 @@ class SketchCallback(TrainerCallback):
         if self._recorder is not None:
             self._recorder.remove()
             self._recorder = None
+        if self._peaks is not None:
+            self._peaks.remove()
+            self._peaks = None
         self._metrics: dict[str, list[float]] = defaultdict(list)
         self._before: tuple[list[Inputs], list[torch.Tensor]] | None = None  # an update whose KL is to be measured
         self._measured_rollout: Any = None
@@ -81,6 +86,8 @@ class SketchCallback(TrainerCallback):
             callbacks = self.trainer.callback_handler.callbacks
             callbacks.remove(self)
             callbacks.insert(0, self)
+        if optimizer.sketches.device.type == "cuda":
+            self._peaks = PeakMemory(kwargs["model"])
         if config.kl_budget is not None:
             self._recorder = InputRecorder(kwargs["model"], config.kl_probe_responses)
             truncated = {name: getattr(args, name, None) for name in ("top_p", "top_k", "min_p")}
@@ -119,6 +126,8 @@ class SketchCallback(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if self._peaks is not None:
+            self._peaks.end_update()
         if self._before is not None:
             batches, states = self._before
             self._before = None
@@ -258,6 +267,9 @@ class SketchCallback(TrainerCallback):
         optimizer = self._optimizer(kwargs)
         if optimizer.config.skip_nonfinite_steps:
             means["sketch/skipped_steps"] = optimizer.skipped_steps
+        means["sketch/state_bytes"] = optimizer.state_bytes
+        if self._peaks is not None:
+            means |= self._peaks.metrics()
         for log in (logs, state.log_history[-1]):  # the second is filled from the first before callbacks see it
             log.pop("grad_norm", None)  # the trainer's own is that of no gradients
             log.update(means)

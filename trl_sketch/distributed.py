@@ -25,6 +25,9 @@ from .projection import Range
 from .sync.checksum import checksum
 
 
+_NORM_ELEMENTS = 2**22  # of a weight, that are squared together
+
+
 def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
@@ -53,9 +56,7 @@ def local_block(weight: torch.Tensor) -> tuple[torch.Tensor, Range, Range]:
 
 def norms(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Frobenius norms of whole matrices, float64 `(M,)`, the same on all ranks; accumulated in `dtype`."""
-    squares = torch.stack(
-        [torch.linalg.vector_norm(local_block(weight)[0], dtype=dtype).double().square() for weight in weights]
-    )
+    squares = torch.stack([_square(local_block(weight)[0], dtype) for weight in weights])
     # The shards of a matrix lie along the mesh dimensions that it is sharded on.
     groups: dict[dist.ProcessGroup, list[int]] = {}
     for index, weight in enumerate(weights):
@@ -68,6 +69,13 @@ def norms(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         dist.all_reduce(part, group=group)
         squares[indices] = part
     return squares.sqrt()
+
+
+def _square(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """‖matrix‖² in float64, 0-dim. By rows, because on a CPU torch makes a copy in `dtype` first."""
+    rows = max(1, _NORM_ELEMENTS // max(1, matrix.shape[1]))
+    parts = [torch.linalg.vector_norm(part, dtype=dtype).double().square() for part in matrix.split(rows)]
+    return torch.stack(parts).sum()
 
 
 def check_sharding(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:

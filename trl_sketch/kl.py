@@ -15,8 +15,10 @@ from .model import sketch_state
 from .probe import Inputs
 
 
+# The scores are computed tile by tile, so that what a probe needs beside the hidden states stays below 64 MiB.
 _POSITIONS = 1024  # probed positions that go through the LM head together
-_VOCABULARY = 8192  # rows of the LM head that are upcast together
+_VOCABULARY = 2048  # rows of the LM head that are upcast together, at most
+_HEAD_ELEMENTS = 2**22  # of those rows
 
 
 def kl_budget(step: int, *, start: float, final: float, steps: int, schedule: str = "cosine") -> float:
@@ -123,7 +125,8 @@ def predicted_kl(
             h, rate = probe.jvp(model, inputs, autocast_dtype)
         else:
             h, rate = probe.finite_difference(model, inputs)
-        variances = _score_variance(model, h[positions], rate[positions], temperature)
+        h, rate = h[positions], rate[positions]  # the states at the other positions go before the scores come
+        variances = _score_variance(model, h, rate, temperature)
         total += torch.stack([variances.sum(), torch.tensor(float(len(variances)))]).double()
     return _mean_over_ranks(total, model) / (2 * temperature**2)
 
@@ -311,8 +314,10 @@ def _head(model: PreTrainedModel) -> _Head:
 def _scores(head: _Head, h: torch.Tensor, dh: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Scores and their change `(positions, chunk)` in fp32, a chunk of the vocabulary at a time."""
     h, dh = h.float(), dh.float()
-    for start in range(0, head.weight.shape[0], _VOCABULARY):
-        part = slice(start, start + _VOCABULARY)
+    vocabulary, width = head.weight.shape
+    step = max(1, min(_VOCABULARY, _HEAD_ELEMENTS // width))
+    for start in range(0, vocabulary, step):
+        part = slice(start, start + step)
         rows = head.weight[part].float()
         z = F.linear(h, rows, None if head.bias is None else head.bias[part].float())
         yield z.mul_(head.scale), F.linear(dh, rows).mul_(head.scale)

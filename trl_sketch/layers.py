@@ -13,9 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .config import SketchConfig
 from .projection import SIGN_PROJECTIONS, derive_key, projection_basis, projection_scale
+from .weights import BASIS_ELEMENTS, row_blocks
 
 
 class _AccumulateSketch(torch.autograd.Function):
@@ -67,20 +70,34 @@ class ProjectionGroup:
         """A / basis: the sketch and the update fold it in."""
         return projection_scale(self.kind, self.rank)
 
+    @property
+    def kept_basis(self) -> torch.Tensor | None:
+        """The copy of A / scale that is kept, if one is."""
+        return self._basis
+
     def basis(self, dtype: torch.dtype) -> torch.Tensor:
-        """A / scale `(r, k)`. Signs are drawn anew at each call; a dear projection is kept for its lifetime."""
-        if self.kind in SIGN_PROJECTIONS:
-            return projection_basis(self.kind, self.key, self.rank, self.in_features, dtype=dtype)
-        if self._basis is None:
-            self._basis = projection_basis(self.kind, self.key, self.rank, self.in_features)
-        return self._basis.to(dtype)
+        """A / scale `(r, k)`. Signs are drawn anew at each call; of a dear projection the copy that is kept is returned."""
+        if self._basis is not None and self._basis.dtype == dtype:
+            return self._basis
+        return projection_basis(self.kind, self.key, self.rank, self.in_features, dtype=dtype)
+
+    def keep_basis(self, dtype: torch.dtype) -> None:
+        """Keep a copy of A / scale in `dtype` until it is redrawn, if it is dear: the QR takes longer than all else here.
+
+        The type is the one that the model computes in, bf16 as a rule: 2·r·k bytes, as RGC has.
+        """
+        if self.kind not in SIGN_PROJECTIONS:
+            self._basis = self.basis(dtype)
 
     def gram(self, dtype: torch.dtype) -> torch.Tensor | None:
         """A Aᵀ `(r, r)`, or `None` where it is (k/r)·I, because the rows of A are orthogonal."""
         if self.kind == "orthonormal" or (self.kind == "hadamard" and self.in_features.bit_count() == 1):
             return None
-        basis = self.basis(dtype)
-        return (basis @ basis.t()).mul_(self.scale**2)
+        gram = self.key.new_zeros(self.rank, self.rank, dtype=dtype)
+        for cols in row_blocks((0, self.in_features), self.rank, BASIS_ELEMENTS):  # a row here is a column of A
+            part = projection_basis(self.kind, self.key, self.rank, self.in_features, cols=cols, dtype=dtype)
+            gram.addmm_(part, part.t())
+        return gram.mul_(self.scale**2)
 
     @torch.no_grad()
     def project(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -95,6 +112,7 @@ class ProjectionGroup:
             or self._input_version != x._version
             or cached.dtype != dtype
         ):
+            self.keep_basis(dtype)
             cached = F.linear(x.to(dtype), self.basis(dtype))
             self._input, self._input_version = weakref.ref(x), x._version
             self._projected, self._remaining = cached, self.members
@@ -109,6 +127,20 @@ class ProjectionGroup:
     def redrawn(self) -> None:
         """Forget what belongs to the last key."""
         self._basis = self._projected = self._input = None
+
+
+def _is_forgotten() -> bool:
+    """Whether what is saved for backward just now is dropped, because activation checkpointing will compute it again.
+
+    (The first forward pass of a reentrant checkpoint is without gradients in any case. Selective checkpointing counts the
+    operations of both passes, which must then be the same.)
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or hooks[0].__module__ != checkpoint.__name__:
+        return False
+    is_first_pass = hooks[0].__qualname__.startswith(f"{checkpoint._checkpoint_hook.__name__}.")
+    selective = checkpoint._CachingTorchDispatchMode
+    return is_first_pass and not any(isinstance(mode, selective) for mode in _get_current_dispatch_mode_stack())
 
 
 class SketchLinear(nn.Linear):
@@ -132,7 +164,11 @@ class SketchLinear(nn.Linear):
         if self.bias is not None and y.ndim != 2:
             # F.linear returns a view here, and a change of a view in place would cost backward a copy
             y = torch.ops.aten._unsafe_view(y, y.shape)
-        return _AccumulateSketch.apply(y, self.state.anchor, self.group.project(input, y.dtype), self)
+        if not torch.compiler.is_compiling() and _is_forgotten():
+            projected = y.new_empty(()).expand(*input.shape[:-1], self.group.rank)  # of the shape that is expected
+        else:
+            projected = self.group.project(input, y.dtype)
+        return _AccumulateSketch.apply(y, self.state.anchor, projected, self)
 
     def linear(self, input: torch.Tensor) -> torch.Tensor:
         """The ordinary `x Wᵀ + b`, `(…, d)`."""
@@ -142,11 +178,11 @@ class SketchLinear(nn.Linear):
         # a bf16 weight in a model that is otherwise fp32, used outside autocast
         return F.linear(input.to(weight.dtype), weight, bias).to(input.dtype)
 
-    def proposed_factor(self) -> torch.Tensor:
+    def proposed_factor(self, rows: slice = slice(None)) -> torch.Tensor:
         """The factor `(d, r)` of the proposed update `ΔW = factor · (A / scale)`, at α = 1 and not yet quantized."""
         assert self.state.coefficients is not None
         coefficient = self.state.coefficients[self.index] * -self.group.scale
-        return self.sketch * coefficient.to(self.sketch.dtype)
+        return self.sketch[rows] * coefficient.to(self.sketch.dtype)
 
     @property
     def sketch(self) -> torch.Tensor:

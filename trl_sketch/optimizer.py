@@ -13,8 +13,8 @@ from . import distributed, rules
 from .config import SketchConfig
 from .layers import ProjectionGroup, SketchLinear
 from .model import sketch_state
-from .projection import derive_key, projection_basis
-from .weights import SketchUpdate, quantize
+from .projection import SIGN_PROJECTIONS, derive_key, projection_basis
+from .weights import SketchUpdate, quantize, row_blocks
 
 
 logger = logging.getLogger(__name__)
@@ -169,8 +169,9 @@ class SketchOptimizer(torch.optim.Optimizer):
                 if gram is None:  # orthogonal rows
                     norm = norms[index] * (layer.in_features / group.rank) ** 0.5
                 else:
-                    factor = layer.sketch
-                    norm = torch.linalg.vecdot(factor @ gram, factor).sum(dtype=torch.float64).clamp_min(0).sqrt()
+                    parts = [layer.sketch[slice(*rows)] for rows in row_blocks((0, layer.out_features), group.rank)]
+                    squares = [torch.linalg.vecdot(part @ gram, part).sum(dtype=torch.float64) for part in parts]
+                    norm = torch.stack(squares).sum().clamp_min(0).sqrt()
                 result.append((index, norm))
         return torch.stack([norm for _, norm in sorted(result, key=lambda item: item[0])])
 
@@ -247,19 +248,25 @@ class SketchOptimizer(torch.optim.Optimizer):
         weights = dict(zip(self.layers, self._weights(), strict=True))
         updates: dict[str, SketchUpdate] = {}
         for group, members in self._by_group():
-            basis = group.basis(torch.float32)
+            basis = None if group.kind in SIGN_PROJECTIONS else group.basis(torch.float32)  # else drawn by the update
             for _, layer in members:
                 update = self._update_of(layer)
                 block, rows, cols = distributed.local_block(weights[layer])
-                update.apply_(block, rows, cols, basis=basis[:, slice(*cols)])
+                update.apply_(block, rows, cols, basis=None if basis is None else basis[:, slice(*cols)])
                 if self.listeners:
                     updates[layer.name] = update
+                del update  # before the next one is made
         return [updates[layer.name] for layer in self.layers] if self.listeners else []
 
     def _update_of(self, layer: SketchLinear) -> SketchUpdate:
         """The proposed update of one matrix, scaled by α and quantized."""
         state, group = self.sketches, layer.group
-        q, exponent = quantize(layer.proposed_factor().mul_(self._alpha))
+        shape = layer.out_features, group.rank
+        q = torch.empty(shape, dtype=torch.int8, device=state.flat.device)
+        exponent = torch.empty(shape[0], dtype=torch.int8, device=state.flat.device)
+        for start, stop in row_blocks((0, shape[0]), shape[1]):
+            part = slice(start, stop)
+            q[part], exponent[part] = quantize(layer.proposed_factor(part).mul_(self._alpha))
         rounding = derive_key(state.seed, state.step, layer.name, "rounding")
         return SketchUpdate(
             name=layer.name,
@@ -390,6 +397,22 @@ class SketchOptimizer(torch.optim.Optimizer):
         """Zeros in one 1-D tensor: per row for row_adam, per entry for adam."""
         flat = self.sketches.flat
         return torch.zeros_like(flat) if self.config.update_rule == "adam" else flat.new_zeros(sum(self.sizes))
+
+    def state_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """What training keeps from step to step beside the weights: `sketch`, `projection` and `optimizer`."""
+        state = self.sketches
+        kept = [group.kept_basis for group in state.groups]
+        last = [self.grad_norm, self.update_ratio]
+        return {
+            "sketch": [state.flat],
+            "projection": [state.keys, state.anchor, *(basis for basis in kept if basis is not None)],
+            "optimizer": [*self._moments.values(), *(norm for norm in last if norm is not None)],
+        }
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of [`state_tensors`]."""
+        return sum(tensor.untyped_storage().nbytes() for part in self.state_tensors().values() for tensor in part)
 
     # ------------------------------------------------------------------ helpers
 

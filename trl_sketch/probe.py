@@ -30,7 +30,7 @@ from .model import sketch_state
 
 
 _ATTENTION = "sketch_probe"
-_ATTENTION_ELEMENTS = 2**22  # of a temporary of the blocked attention
+_ATTENTION_ELEMENTS = 2**22  # of a temporary of the blocked attention, at most
 _FINITE_DIFFERENCE_RATIO = 2e-5
 _NOT_FOR_BACKBONE = ("labels", "shift_labels", "fused_lm_head", "num_items_in_batch", "logits_to_keep", "return_dict")
 
@@ -332,7 +332,7 @@ def _attention(
     is_dual = any(t is not None for t in (dq, dk, dv))
     lowest = torch.finfo(torch.float32).min
     outputs, rates = [], []
-    block = max(1, _ATTENTION_ELEMENTS // max(1, batch * heads * keys))
+    block = max(1, min(_ATTENTION_ELEMENTS, query.numel()) // max(1, batch * heads * keys))
     for start in range(0, queries, block):
         stop = min(start + block, queries)
         rows = slice(start, stop)

@@ -9,20 +9,30 @@ exact sums: their result may differ in the last bit between devices and block si
 
 import dataclasses
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from .projection import PROJECTIONS, Range, counter_hash, projection_basis
+from .projection import PROJECTIONS, SIGN_PROJECTIONS, Range, counter_hash, projection_basis
 
 
-# Elements of a temporary: small enough to stay in a CPU's cache, 16 MiB on an accelerator.
+# Elements of a temporary: small enough to stay in a CPU's cache, 8 MiB on an accelerator. With what is computed on the way
+# an update takes four to six times as much, whatever the matrix and the rank.
 _BLOCK_ELEMENTS = {"cpu": 2**17}
-_BLOCK_ELEMENTS_DEFAULT = 2**22
+_BLOCK_ELEMENTS_DEFAULT = 2**21
+BASIS_ELEMENTS = 2**20  # of the columns of A that are drawn together
 _MAX_EXPONENT = 126
 
 # A record of one update: kind of A, length of the name, d, k, r, key of A, key of the rounding; little-endian, 24 bytes.
 _RECORD = struct.Struct("<HHIIIii")
+
+
+def row_blocks(rows: Range, width: int, elements: int = _BLOCK_ELEMENTS_DEFAULT) -> Iterator[Range]:
+    """`rows` in parts of at most `elements` entries, for a matrix of `width` columns; at least a row each."""
+    step = max(1, elements // max(1, width))
+    for start in range(rows[0], rows[1], step):
+        yield start, min(start + step, rows[1])
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
@@ -189,7 +199,8 @@ class SketchUpdate:
             weight: bf16, fp32 or fp64, of shape `(rows, cols)`.
             rows: Half-open range of the shard's rows in the whole matrix, default all.
             cols: Half-open range of the shard's columns in the whole matrix, default all.
-            basis: The shard's columns of A / scale, `(r, cols)` in fp32, if they are at hand.
+            basis: The shard's columns of A / scale, `(r, cols)` in fp32, if they are at hand. Signs are otherwise drawn
+                for some columns at a time, so that they take 4 MiB and not 4·r·k bytes.
             block_elements: Elements of a temporary.
 
         Raises:
@@ -207,16 +218,18 @@ class SketchUpdate:
             )
         if weight.dtype not in (torch.bfloat16, torch.float32, torch.float64):
             raise ValueError(f"{self.name}: weights must be bfloat16, float32 or float64, got {weight.dtype}")
-        if basis is None:
-            basis = projection_basis(self.projection, self.projection_key, rank, self.in_features, cols=cols)
         if block_elements is None:
             block_elements = _BLOCK_ELEMENTS.get(weight.device.type, _BLOCK_ELEMENTS_DEFAULT)
         scale = -_power_of_two(self.exponent)
         zero = torch.zeros((), device=weight.device)
-        step = max(1, block_elements // max(1, weight.shape[1]))
-        for start in range(rows[0], rows[1], step):
-            stop = min(start + step, rows[1])
-            delta = torch.mm(self.q[start:stop].float(), basis)
-            # 0 + delta·(-scale) is +0.0 wherever the sum is zero, in whatever order it was formed; w - 0.0 is w, -0.0 too.
-            torch.addcmul(zero, delta, scale[start:stop, None], out=delta)
-            subtract_(weight[start - rows[0] : stop - rows[0]], delta, self.rounding_key, (start, stop), cols)
+        in_parts = basis is None and self.projection in SIGN_PROJECTIONS
+        for part in row_blocks(cols, rank, BASIS_ELEMENTS) if in_parts else [cols]:  # a row here is a column of A
+            drawn = basis
+            if drawn is None:
+                drawn = projection_basis(self.projection, self.projection_key, rank, self.in_features, cols=part)
+            columns = weight[:, part[0] - cols[0] : part[1] - cols[0]]
+            for start, stop in row_blocks(rows, part[1] - part[0], block_elements):
+                delta = torch.mm(self.q[start:stop].float(), drawn)
+                # 0 + delta·(-scale) is +0.0 wherever the sum is zero, in whatever order it was formed; w - 0.0 is w, -0.0 too.
+                torch.addcmul(zero, delta, scale[start:stop, None], out=delta)
+                subtract_(columns[start - rows[0] : stop - rows[0]], delta, self.rounding_key, (start, stop), part)

@@ -139,8 +139,10 @@ class SketchGRPOTrainer(WholeCheckpoints, GRPOTrainer):
             self.vllm_generation.follow(self.optimizer)
         return self.optimizer
 
-    def _save_before_stopping(self) -> str:
-        """Save a checkpoint; returns its folder."""
+    def _save_before_stopping(self) -> str | None:
+        """Save a checkpoint, if training has begun; returns its folder."""
+        if self.optimizer is None or self.lr_scheduler is None:
+            return None
         policy: Any = self.model
         self._save_checkpoint(policy, trial=None)
         return os.path.join(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
@@ -163,11 +165,18 @@ class SketchGRPOTrainer(WholeCheckpoints, GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
+        if self.use_vllm:
+            self.vllm_generation.forget()
         self._step, self._buffered_inputs = 0, None
         if os.path.isfile(self._rollout_file(checkpoint)):
             rollout = torch.load(self._rollout_file(checkpoint), map_location=self.args.device)
             if rollout["plan"] == self._rollout_plan():
                 self._step, self._buffered_inputs = rollout["step"], rollout["inputs"]
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if self.use_vllm:
+            self.vllm_generation.forget()
 
     def _rollout_file(self, checkpoint: str) -> str:
         return os.path.join(checkpoint, f"rollout_{self.args.process_index}.pt")

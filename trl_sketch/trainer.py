@@ -23,7 +23,7 @@ from .checkpoint import WholeCheckpoints
 from .config import SketchConfig
 from .model import get_sketch_model, sketch_state
 from .optimizer import SketchOptimizer
-from .sync.trainer_side import SketchVLLMGeneration, installed
+from .sync.trainer_side import SketchVLLMGeneration, check_settings, installed
 
 
 logger = logging.getLogger(__name__)
@@ -230,6 +230,11 @@ def _check_arguments(
         )
     if args is None:
         return
+    if args.use_vllm:
+        config = peft_config or SketchConfig()
+        if not isinstance(model, str) and _is_sketched(model):
+            config = sketch_state(model).config
+        check_settings(config, args.vllm_mode, args.vllm_enable_sleep_mode)
     if args.fp16:
         raise ValueError("fp16=True needs loss scaling, which works on dense gradients: use bf16=True")
     if args.deepspeed is not None:

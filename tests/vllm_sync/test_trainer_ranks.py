@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_runs import FP32, colocated, recipe, refused_colocated, served
+from grpo_runs import FP32, colocated, recipe, served
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from vllm_server import IN_PROCESS, running_server
@@ -77,23 +77,24 @@ def test_a_resumed_run_that_shares_has_the_same_bits(shared_run, checkpoint, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", ["share", "sketch", "full"])
+@pytest.mark.parametrize("sync", ["sketch", "full"])
 def test_every_way_gives_the_same_rollouts_and_weights(sync, shared_run, checkpoint, tmp_path):
     (result,) = run_colocated(checkpoint("qwen3-tied"), tmp_path, {"vllm_sync": sync}, max_steps=4)
     assert result["rollouts"] == shared_run[1]["rollouts"]
     assert_same(result["weights"], shared_run[1]["weights"])
     assert result["differing"] == [] and result["pending"] == 0
-    assert bool(result["shared"]) == (sync == "share")
+    assert result["shared"] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "sync"), [("qwen3", "share"), ("llama", "share"), ("qwen2", "sketch")])
-def test_fifty_steps_of_other_models(kind, sync, checkpoint, tmp_path):
-    sketch = {"vllm_sync": sync, "update_ratio": 6e-5, "full_sync_every": 10}
-    (result,) = run_colocated(checkpoint(kind), tmp_path, sketch, max_steps=50, max_completion_length=2)
-    assert result["versions"] == list(range(50)) and result["differing"] == []
+def test_other_models(kind, sync, checkpoint, tmp_path):
+    """(Fifty steps of each, without an engine, are in `test_models.py`.)"""
+    sketch = {"vllm_sync": sync, "update_ratio": 6e-5, "full_sync_every": 4}
+    (result,) = run_colocated(checkpoint(kind), tmp_path, sketch, max_steps=8)
+    assert result["versions"] == list(range(8)) and result["differing"] == []
     assert set(result["shared"]) == (set(result["weights"]) if sync == "share" else set())
-    assert sum(result["mismatch"][-10:]) < 2 * sum(result["mismatch"][:10]) < 0.2
+    assert sum(result["mismatch"][-4:]) < 2 * sum(result["mismatch"][:4]) < 0.04
 
 
 @pytest.mark.slow
@@ -102,19 +103,6 @@ def test_an_fp32_trainer_copies_its_weights_into_a_bf16_model(checkpoint, tmp_pa
     (result,) = run_colocated(checkpoint("qwen3-tied"), tmp_path, **FP32)
     assert result["shared"] == [] and result["versions"] == [0, 1, 2]
     assert 0 < result["mismatch"][-1] < 2 * result["mismatch"][0] + 1e-3
-
-
-def test_sharing_and_sleeping_do_not_go_together(checkpoint, tmp_path):
-    (text,) = run(
-        1,
-        refused_colocated,
-        str(checkpoint("qwen3-tied")),
-        str(tmp_path),
-        {"vllm_sync": "share"},
-        IN_PROCESS,
-        launched=True,
-    )
-    assert "vllm_enable_sleep_mode throws vLLM's away" in text
 
 
 # ---------------------------------------------------------- several processes

@@ -186,9 +186,11 @@ def test_an_fp32_trainer_sends_whole_weights_to_a_bf16_server(train_with, sent, 
         train_with({"vllm_sync": "sketch"}, **FP32).train()
 
 
-def test_sharing_needs_vllm_in_the_process(train_with):
+def test_sharing_needs_vllm_in_the_process_and_awake(train_with):
     with pytest.raises(ValueError, match="vllm_mode='colocate'"):
         train_with({"vllm_sync": "share"})
+    with pytest.raises(ValueError, match="vllm_enable_sleep_mode throws vLLM's away"):
+        train_with({"vllm_sync": "share"}, vllm_mode="colocate", vllm_enable_sleep_mode=True)
 
 
 class Unready(BaseHTTPRequestHandler):

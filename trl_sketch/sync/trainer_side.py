@@ -52,9 +52,6 @@ class SketchVLLMGeneration(VLLMGeneration):
             config: Its `vllm_sync` and `full_sync_every` are used.
             save: Called on all ranks when a server stays away; saves a checkpoint, if there is anything to save, and returns
                 its folder.
-
-        Raises:
-            ValueError: `vllm_sync="share"` where it is not possible.
         """
         self.config, self._save = config, save
         self.version: int | None = None
@@ -64,13 +61,6 @@ class SketchVLLMGeneration(VLLMGeneration):
         self._whole_only = config.vllm_sync == "full"
         self._followed: SketchOptimizer | None = None
         self._colocated: ColocatedWeights | None = None
-        if config.vllm_sync == "share" and self.mode == "server":
-            raise ValueError("vllm_sync='share' needs vLLM in the trainer's process: set vllm_mode='colocate'")
-        if config.vllm_sync == "share" and self.enable_sleep_mode:
-            raise ValueError(
-                "vllm_sync='share' keeps one copy of the weights, and vllm_enable_sleep_mode throws vLLM's away (level 2): "
-                "set vllm_enable_sleep_mode=False, or vllm_sync='auto'"
-            )
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Collect the updates that `optimizer` makes from now on."""
@@ -357,6 +347,21 @@ def _combined(parts: list[Any], parameters: dict[str, torch.nn.Parameter]) -> di
     for name, *box in parts:
         boxes[name].append(tuple(box))
     return {name: combine(found, tuple(parameters[name].shape)) for name, found in boxes.items()}
+
+
+def check_settings(config: SketchConfig, mode: str, enable_sleep_mode: bool) -> None:
+    """Before vLLM is built, see that `vllm_sync` goes with TRL's `vllm_mode` and `vllm_enable_sleep_mode`.
+
+    Raises:
+        ValueError: It does not; the message says what to do.
+    """
+    if config.vllm_sync == "share" and mode == "server":
+        raise ValueError("vllm_sync='share' needs vLLM in the trainer's process: set vllm_mode='colocate'")
+    if config.vllm_sync == "share" and enable_sleep_mode:
+        raise ValueError(
+            "vllm_sync='share' keeps one copy of the weights, and vllm_enable_sleep_mode throws vLLM's away (level 2): "
+            "set vllm_enable_sleep_mode=False, or vllm_sync='auto'"
+        )
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Short runs of `SketchGRPOTrainer` with vLLM, in this process and in others, and what came of them."""
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from datasets import Dataset
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig
+from trl.generation import vllm_generation
 
 from trl_sketch import SketchConfig, SketchGRPOTrainer
 
@@ -127,16 +129,6 @@ def colocated(
 COLOCATED = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_max_model_length": 64}
 
 
-def refused_colocated(folder: str, output: str, sketch: dict[str, Any], environment: dict[str, str]) -> str:
-    """What is said of settings that do not go together, before vLLM is built."""
-    _prepare_vllm(environment)
-    try:
-        make_trainer(folder, output, sketch, **COLOCATED, vllm_enable_sleep_mode=True)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def served(
     folder: str, output: str, url: str, sketch: dict[str, Any], settings: dict[str, Any], environment: dict[str, str]
 ) -> dict[str, Any]:
@@ -185,7 +177,9 @@ def recipe(name: str, arguments: list[str], environment: dict[str, str]) -> None
 
 
 def _prepare_vllm(environment: dict[str, str]) -> None:
+    """Also, TRL's engine compiles nothing: that would take longer than the run."""
     os.environ.update(environment)
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, enforce_eager=True)
     sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)[:1]
 
 

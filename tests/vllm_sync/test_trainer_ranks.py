@@ -32,10 +32,11 @@ def run_colocated(
     world: int = 1,
     resume: Path | None = None,
     engine: str = "ddp",
+    disturb: bool = False,
     **settings: Any,
 ) -> list[dict[str, Any]]:
     environment = IN_PROCESS | ENVIRONMENT[engine]
-    arguments = (str(folder), str(output), sketch or {}, settings, environment, resume and str(resume))
+    arguments = (str(folder), str(output), sketch or {}, settings, environment, resume and str(resume), disturb)
     return run(world, colocated, *arguments, launched=True)
 
 
@@ -98,6 +99,16 @@ def test_other_models(kind, sync, checkpoint, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sync", ["share", "sketch"])
+def test_weights_that_have_come_apart_are_put_right(sync, checkpoint, tmp_path):
+    """In vLLM, found by checksums; and a parameter that somebody has given memory of its own, as `module.to` does."""
+    sketch = {"vllm_sync": sync, "full_sync_every": 4}
+    (result,) = run_colocated(checkpoint("qwen3-tied"), tmp_path, sketch, disturb=True, max_steps=6)
+    assert result["differing"] == []
+    assert set(result["shared"]) == (set(result["weights"]) if sync == "share" else set())
+
+
+@pytest.mark.slow
 def test_an_fp32_trainer_copies_its_weights_into_a_bf16_model(checkpoint, tmp_path):
     """(TRL has vLLM load the type that the checkpoint has.)"""
     (result,) = run_colocated(checkpoint("qwen3-tied"), tmp_path, **FP32)
@@ -115,7 +126,6 @@ def test_two_ranks_and_a_server(engine, server, tmp_path):
     sketch = {"full_sync_every": 2}
     arguments = (str(server.folder), str(tmp_path), server.url, sketch, {"per_device_train_batch_size": 4})
     first, second = run(2, served, *arguments, ENVIRONMENT[engine], launched=True)
-    assert first["error"] == second["error"] == ""
     assert first["kinds"] == second["kinds"] == {"DTensor" if engine == "fsdp2" else "Parameter"}
     assert_same(first["weights"], second["weights"])
     assert first["differing"] == [] and first["pending"] == second["pending"] == 0
@@ -147,10 +157,8 @@ def test_all_ranks_stop_when_the_main_one_cannot_go_on(tmp_path, checkpoint):
     """Nothing waits for a message that does not come."""
     settings = {"per_device_train_batch_size": 4, "vllm_server_timeout": 0.5}
     arguments = (str(checkpoint("qwen3-tied")), str(tmp_path), "http://127.0.0.1:9", {}, settings, {})
-    with pytest.raises(
-        Exception, match="RolloutError: the vLLM server at http://127.0.0.1:9 did not answer for 0.5 s"
-    ):
-        run(2, served, *arguments, launched=True)
+    for rank in run(2, served, *arguments, launched=True):
+        assert rank == {"error": "the vLLM server at http://127.0.0.1:9 did not answer for 0.5 s"}
 
 
 # ---------------------------------------------------------- the embedded default

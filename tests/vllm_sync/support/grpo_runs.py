@@ -15,6 +15,7 @@ from trl import GRPOConfig
 from trl.generation import vllm_generation
 
 from trl_sketch import SketchConfig, SketchGRPOTrainer
+from trl_sketch.sync.servers import RolloutError
 
 
 PROMPTS = Dataset.from_dict({"prompt": ["abc", "hello", "foo", "bar", "xyzzy", "12", "q", "W."] * 4})
@@ -69,14 +70,21 @@ def make_trainer(
 
 
 class Rollouts(TrainerCallback):
-    """The completions of every step."""
+    """The completions of every step. It may take the storage of one weight away, and change another in vLLM."""
 
-    def __init__(self) -> None:
+    def __init__(self, disturb: bool) -> None:
         self.completions: list[list[int]] = []
+        self.disturb = disturb
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         buffered = self.trainer._buffered_inputs
         self.completions.append(torch.cat([part["completion_ids"] for part in buffered]).tolist())
+        if self.disturb and state.global_step == 2:
+            places = self.trainer.vllm_generation._colocated
+            weight = places.parameters["model.layers.0.mlp.up_proj.weight"]
+            weight.data = weight.data.clone()
+            if not places.shared:
+                places.plan.boxes["model.layers.1.mlp.up_proj.weight"][0].target[0, 0] += 1
 
 
 def logged(trainer: SketchGRPOTrainer, name: str) -> list[float]:
@@ -97,10 +105,11 @@ def colocated(
     settings: dict[str, Any],
     environment: dict[str, str],
     resume: str | None = None,
+    disturb: bool = False,
 ) -> dict[str, Any]:
-    """Train with vLLM in this process."""
+    """Train with vLLM in this process; if wanted, something happens to the weights after the second step."""
     _prepare_vllm(environment)
-    rollouts = Rollouts()
+    rollouts = Rollouts(disturb)
     trainer = rollouts.trainer = make_trainer(folder, output, sketch, callbacks=[rollouts], **COLOCATED | settings)
     trainer.train(resume_from_checkpoint=resume)
     generation = trainer.vllm_generation
@@ -136,7 +145,10 @@ def served(
     from ranks import traffic
 
     os.environ.update(environment)
-    trainer = make_trainer(folder, output, sketch, vllm_server_base_url=url, **settings)
+    try:
+        trainer = make_trainer(folder, output, sketch, vllm_server_base_url=url, **settings)
+    except RolloutError as error:
+        return {"error": str(error)}
     generation, syncs = trainer.vllm_generation, []
     sync_weights = generation.sync_weights
 
@@ -146,21 +158,16 @@ def served(
         syncs.append(list(collectives))
 
     generation.sync_weights = watched
-    error = ""
-    try:
-        trainer.train()
-        generation.sync_weights()
-    except RuntimeError as e:
-        error = f"{type(e).__name__}: {e}"
+    trainer.train()
+    generation.sync_weights()
     weights = {name: whole(p) for name, p in trainer.model.named_parameters()}
     is_main = trainer.accelerator.is_main_process
     return {
         "weights": weights,
         "syncs": syncs,
-        "error": error,
         "kinds": {type(p).__name__ for p in trainer.model.parameters()},
         "bytes": logged(trainer, "sketch/sync_bytes"),
-        "differing": generation.servers.clients[0].differing(weights) if is_main and not error else [],
+        "differing": generation.servers.clients[0].differing(weights) if is_main else [],
         "pending": len(generation._steps),
     }
 

@@ -70,12 +70,15 @@ def assert_in_step(trainer: SketchGRPOTrainer) -> None:
     assert generation._steps == []
 
 
-def test_fifty_steps_of_grpo(train_with, sent):
+def test_fifty_steps_of_grpo(train_with, sent, monkeypatch):
     """At a relative step of 6e-5: the weights are equal, and log-probabilities agree as well as before the first."""
+    reset, resets = ServerClient.reset_prefix_cache, []
+    monkeypatch.setattr(ServerClient, "reset_prefix_cache", lambda self: resets.append(reset(self)))
     trainer = train_with({"update_ratio": 6e-5, "full_sync_every": 20}, max_steps=50)
     start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     assert sent == [("whole", 0), *(("updates", step, step + 1) for step in range(49))]
+    assert len(resets) == 50
     assert_in_step(trainer)
     moved = [name for name, p in trainer.model.named_parameters() if not torch.equal(p, start[name])]
     assert len(moved) == 14

@@ -212,11 +212,10 @@ class SketchUpdate:
         if block_elements is None:
             block_elements = _BLOCK_ELEMENTS.get(weight.device.type, _BLOCK_ELEMENTS_DEFAULT)
         scale = -_power_of_two(self.exponent)
-        zero = torch.zeros((), device=weight.device)
         step = max(1, block_elements // max(1, weight.shape[1]))
         for start in range(rows[0], rows[1], step):
             stop = min(start + step, rows[1])
             delta = torch.mm(self.q[start:stop].float(), basis)
-            # 0 + delta·(-scale) is +0.0 wherever the sum is zero, in whatever order it was formed; w - 0.0 is w, -0.0 too.
-            torch.addcmul(zero, delta, scale[start:stop, None], out=delta)
+            # Adding 0 makes +0.0 of every sum that is zero, in whatever order it was formed; w - 0.0 is w, -0.0 too.
+            delta.mul_(scale[start:stop, None]).add_(0.0)
             subtract_(weight[start - rows[0] : stop - rows[0]], delta, self.rounding_key, (start, stop), cols)

@@ -75,10 +75,12 @@ def measure_server(folder: str, rank: int, repeats: int) -> None:
     with running_server(Path(folder), Path(folder) / "log", *flags) as server:
         client = ServerClient(server.url, new_run_id())
         print(f"initialize: {seconds(lambda: client.initialize(parameters, sketched(optimizer))):.2f} s")
-        full, update, update_bytes = [], [], 0
+        full, update, full_bytes, update_bytes = [], [], 0, 0
         for _ in range(repeats):
             version = optimizer.sketches.step
+            before = client.bytes_sent
             full.append(seconds(lambda version=version: client.send_weights(version, parameters)))
+            full_bytes = client.bytes_sent - before
             train_step(model, optimizer)
             before = client.bytes_sent
             update.append(seconds(lambda: client.send_updates(UpdateMessage(client.run_id, steps))))
@@ -89,7 +91,7 @@ def measure_server(folder: str, rank: int, repeats: int) -> None:
     matrices = sum(layer.weight.nbytes for layer in optimizer.layers)
     print(f"| {len(parameters)} tensors, rank {rank} | bytes | share of the bf16 weights | s (median of {repeats}) |")
     print("|---|---|---|---|")
-    print(f"| full sync | {size:,} | 1 | {statistics.median(full):.3f} |")
+    print(f"| full sync | {full_bytes:,} | 1 | {statistics.median(full):.3f} |")
     print(f"| sketch update | {update_bytes:,} | 1/{size / update_bytes:.0f} | {statistics.median(update):.3f} |")
     print(f"payload {payload:,}, header {100 * (update_bytes / payload - 1):.2f} %; of the {matrices:,} bytes of the")
     print(f"selected matrices 1/{matrices / update_bytes:.0f}; tensors that differ at the end: {len(different)}")
@@ -109,12 +111,12 @@ def measure_colocate(folder: str, rank: int, repeats: int) -> None:
     copy = statistics.median(seconds(weights.copy) for _ in range(repeats))
     first = seconds(weights.share)
     shared = sum(parameters[name].nbytes for name in weights.shared)
-    again = statistics.median(seconds(weights.copy) for _ in range(repeats))
+    again = statistics.median(seconds(lambda: (weights.share(), weights.copy())) for _ in range(repeats))
     train_step(model, optimizer)
     print("| in one process | s a sync | copies of the weights | bytes |")
     print("|---|---|---|---|")
     print(f"| copied | {copy:.4f} | 2 | {2 * shared:,} |")
-    print(f"| shared (set up once: {first:.4f} s) | {again:.6f} | 1 | {shared:,} |")
+    print(f"| shared (set up once: {first:.4f} s) | {again:.4f} | 1 | {shared:,} |")
 
 
 if __name__ == "__main__":

@@ -53,12 +53,13 @@ def derive_key(seed: int, step: int, name: str, stream: str) -> int:
 
 def hash_(x: torch.Tensor) -> torch.Tensor:
     """`lowbias32` (C. Wellons), a 32-bit mixing function, in place on an int32 tensor of any shape."""
-    # `>>` is arithmetic on int32: the masks make the shifts logical.
-    x ^= (x >> 16) & 0xFFFF
+    # `>>` is arithmetic on int32: the masks make the shifts logical. One temporary is used three times.
+    shifted = x >> 16
+    x ^= shifted.bitwise_and_(0xFFFF)
     x *= 0x7FEB352D
-    x ^= (x >> 15) & 0x1FFFF
+    x ^= torch.bitwise_right_shift(x, 15, out=shifted).bitwise_and_(0x1FFFF)
     x *= _int32(0x846CA68B)
-    x ^= (x >> 16) & 0xFFFF
+    x ^= torch.bitwise_right_shift(x, 16, out=shifted).bitwise_and_(0xFFFF)
     return x
 
 

@@ -23,7 +23,7 @@ from .checkpoint import WholeCheckpoints
 from .config import SketchConfig
 from .model import get_sketch_model, sketch_state
 from .optimizer import SketchOptimizer
-from .sync.trainer_side import SketchVLLMGeneration, installed
+from .sync.trainer_side import SketchVLLMGeneration, check_settings, installed
 
 
 logger = logging.getLogger(__name__)
@@ -143,8 +143,10 @@ class SketchGRPOTrainer(WholeCheckpoints, GRPOTrainer):
             self.vllm_generation.follow(self.optimizer)
         return self.optimizer
 
-    def _save_before_stopping(self) -> str:
-        """Save a checkpoint; returns its folder."""
+    def _save_before_stopping(self) -> str | None:
+        """Save a checkpoint, if training has begun; returns its folder."""
+        if self.optimizer is None or self.lr_scheduler is None:
+            return None
         policy: Any = self.model
         self._save_checkpoint(policy, trial=None)
         return os.path.join(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
@@ -167,11 +169,18 @@ class SketchGRPOTrainer(WholeCheckpoints, GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
+        if self.use_vllm:
+            self.vllm_generation.forget()
         self._step, self._buffered_inputs = 0, None
         if os.path.isfile(self._rollout_file(checkpoint)):
             rollout = torch.load(self._rollout_file(checkpoint), map_location=self.args.device)
             if rollout["plan"] == self._rollout_plan():
                 self._step, self._buffered_inputs = rollout["step"], rollout["inputs"]
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if self.use_vllm:
+            self.vllm_generation.forget()
 
     def _rollout_file(self, checkpoint: str) -> str:
         return os.path.join(checkpoint, f"rollout_{self.args.process_index}.pt")
@@ -225,6 +234,11 @@ def _check_arguments(
         )
     if args is None:
         return
+    if args.use_vllm:
+        config = peft_config or SketchConfig()
+        if not isinstance(model, str) and _is_sketched(model):
+            config = sketch_state(model).config
+        check_settings(config, args.vllm_mode, args.vllm_enable_sleep_mode)
     if args.fp16:
         raise ValueError("fp16=True needs loss scaling, which works on dense gradients: use bf16=True")
     if args.deepspeed is not None:

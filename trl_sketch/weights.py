@@ -221,7 +221,6 @@ class SketchUpdate:
         if block_elements is None:
             block_elements = _BLOCK_ELEMENTS.get(weight.device.type, _BLOCK_ELEMENTS_DEFAULT)
         scale = -_power_of_two(self.exponent)
-        zero = torch.zeros((), device=weight.device)
         in_parts = basis is None and self.projection in SIGN_PROJECTIONS
         for part in row_blocks(cols, rank, BASIS_ELEMENTS) if in_parts else [cols]:  # a row here is a column of A
             drawn = basis
@@ -230,6 +229,6 @@ class SketchUpdate:
             columns = weight[:, part[0] - cols[0] : part[1] - cols[0]]
             for start, stop in row_blocks(rows, part[1] - part[0], block_elements):
                 delta = torch.mm(self.q[start:stop].float(), drawn)
-                # 0 + delta·(-scale) is +0.0 wherever the sum is zero, in whatever order it was formed; w - 0.0 is w, -0.0 too.
-                torch.addcmul(zero, delta, scale[start:stop, None], out=delta)
+                # Adding 0 makes +0.0 of every sum that is zero, in whatever order it was formed; w - 0.0 is w, -0.0 too.
+                delta.mul_(scale[start:stop, None]).add_(0.0)
                 subtract_(columns[start - rows[0] : stop - rows[0]], delta, self.rounding_key, (start, stop), part)

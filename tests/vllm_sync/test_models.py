@@ -53,7 +53,7 @@ def start(model: nn.Module, run: Run, whole: bool = True) -> Receiver:
     receiver.initialize({"run_id": run.run_id.hex(), "parameters": parameters, "sketched": run.sketched})
     status = receiver.status()
     assert status["last"]["outcome"] == "applied"
-    assert status["senders"][run.run_id.hex()] == {"refused": {}, "unsketchable": {}}
+    assert status["senders"][run.run_id.hex()] == {"refused": {}, "unsketchable": {}, "cast": []}
     return receiver
 
 

@@ -21,7 +21,7 @@ class SyncError(RuntimeError):
 
     Attributes:
         outcome: One of the table in `receiver` (`gap`, `foreign`, `broken`, ...); `unsupported` if the server cannot take
-            these weights at all; `http` if it did not answer as it should.
+            these weights at all; `http` if it did not answer as it should; `away` if it was waited for in vain.
     """
 
     def __init__(self, outcome: str, text: str) -> None:
@@ -47,6 +47,22 @@ class ServerClient:
         self.cast: set[str] = set()
 
     # ------------------------------------------------------------------ protocol
+
+    def wait_until_up(self, timeout: float) -> None:
+        """Wait until the server answers.
+
+        Raises:
+            SyncError: It does not within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            with contextlib.suppress(SyncError):
+                self._request("GET", "/health", timeout=min(10.0, max(left, 1.0)))
+                return
+            if left <= 0:
+                raise SyncError("away", f"the vLLM server at {self.base_url} did not answer for {timeout:g} s")
+            time.sleep(min(0.5, max(left, 0.0)))
 
     def initialize(self, parameters: Mapping[str, torch.Tensor], sketched: Iterable[str]) -> dict[str, str]:
         """Say what will be sent. Nothing changes at the server until the first full sync.
@@ -110,6 +126,10 @@ class ServerClient:
     def status(self) -> list[dict[str, Any]]:
         """Each worker's status."""
         return self._rpc("sketch_status")
+
+    def owners(self) -> set[str | None]:
+        """Identities of the runs whose weights the workers have; `None` of one that has been sent none."""
+        return {status["run_id"] for status in self.status()}
 
     def version(self) -> int | None:
         """The version that all workers have of this run's weights; `None` if they have none, or not the same."""
@@ -213,13 +233,13 @@ class ServerClient:
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         return self._request("POST", path, json.dumps(body).encode())
 
-    def _request(self, method: str, path: str, body: bytes | None = None) -> Any:
+    def _request(self, method: str, path: str, body: bytes | None = None, timeout: float | None = None) -> Any:
         request = urllib.request.Request(
             self.base_url + path, body, {"Content-Type": "application/json"}, method=method
         )
         started = time.monotonic()
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+            with urllib.request.urlopen(request, timeout=self.timeout if timeout is None else timeout) as response:
                 text = response.read()
         except urllib.error.HTTPError as error:
             answer = error.read().decode(errors="replace")[:500]

@@ -1,6 +1,7 @@
-"""Starts a `vllm serve` with the backend `sketch`."""
+"""Starts a `vllm serve` with the backend `sketch`, ends it, and starts it again."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a single worker lives in the server's process: it starts in half the time
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine in this process has its worker here as well
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",
@@ -33,10 +34,59 @@ IN_PROCESS = ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 class Server:
-    """A running server of the model in `folder`."""
+    """A server of the model in `folder`, that listens at `url` while it runs."""
 
-    def __init__(self, folder: Path, url: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        url: str,
+        log: Path = Path(os.devnull),
+        flags: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.folder, self.url = folder, url
+        self._log, self._flags, self._environment = log, flags, environment or {}
+        self._process: int | None = None
+
+    def start(self) -> None:
+        """Begin to start; [`wait`] waits until it is up."""
+        host, port = self.url.removeprefix("http://").split(":")
+        arguments = [
+            *(str(self.folder), "--host", host, "--port", port, "--enforce-eager", "--max-num-seqs", "32"),
+            *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
+            *("--weight-transfer-config", '{"backend": "sketch"}'),
+            *self._flags,
+        ]
+        self._process = _fork([arguments, self._environment, str(self._log)])
+
+    def wait(self) -> None:
+        """Wait until it is up.
+
+        Raises:
+            RuntimeError: It did not start; the message has the end of its log.
+        """
+        deadline = time.monotonic() + START_TIMEOUT
+        while not _is_healthy(self.url):
+            if time.monotonic() > deadline or not self._is_alive():
+                raise RuntimeError(f"the vLLM server did not start:\n{self._log.read_text()[-4000:]}")
+            time.sleep(0.1)
+
+    def end(self, how: signal.Signals = signal.SIGKILL) -> None:
+        """End the server and the processes that it started, and wait until it has ended."""
+        assert self._process is not None
+        deadline = time.monotonic() + 10
+        while self._is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process, signal.SIGKILL if time.monotonic() > deadline else how)
+            time.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process, signal.SIGKILL)
+
+    def _is_alive(self) -> bool:
+        with contextlib.suppress(ProcessLookupError, TypeError):
+            os.kill(self._process, 0)
+            return True
+        return False
 
     def post(self, path: str, body: dict) -> dict:
         request = urllib.request.Request(
@@ -62,26 +112,30 @@ def running_server(folder: Path, log: Path, *flags: str, **environment: str) -> 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)),
-        *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-num-seqs", "32"),
-        *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
-        *("--weight-transfer-config", '{"backend": "sketch"}'),
-        *flags,
-    ]
-    environment = os.environ | ENVIRONMENT | environment
-    with log.open("w") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    server = Server(folder, f"http://127.0.0.1:{port}", log, flags, environment)
+    server.start()
     try:
-        url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + START_TIMEOUT
-        while not _is_healthy(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the vLLM server did not start:\n{log.read_text()[-4000:]}")
-            time.sleep(0.2)
-        yield Server(folder, url)
+        server.wait()
+        yield server
     finally:
-        _stop(process)
+        server.end(signal.SIGTERM)
+
+
+@functools.cache
+def _nursery() -> subprocess.Popen[str]:
+    command = [sys.executable, str(Path(SUPPORT, "vllm_nursery.py"))]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | ENVIRONMENT, text=True
+    )
+
+
+def _fork(request: list) -> int:
+    """The id of a new server's process."""
+    nursery = _nursery()
+    assert nursery.stdin is not None and nursery.stdout is not None
+    nursery.stdin.write(json.dumps(request) + "\n")
+    nursery.stdin.flush()
+    return int(nursery.stdout.readline())
 
 
 def _is_healthy(url: str) -> bool:
@@ -90,13 +144,3 @@ def _is_healthy(url: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _stop(process: subprocess.Popen) -> None:
-    """End the server and the processes that it started."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, how)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-            return

@@ -7,7 +7,8 @@ python recipes/grpo_dense.py --learning_rate 1e-4    # any field from the comman
 """
 
 from common import parse_arguments, prepare, report, run
-from trl import GRPOTrainer
+
+from trl_sketch.baseline import BaselineGRPOTrainer
 
 
 COMPARED_RANK = 32  # of the sketch and of LoRA in the table of bytes; dense AdamW has no rank
@@ -16,7 +17,7 @@ COMPARED_RANK = 32  # of the sketch and of LoRA in the table of bytes; dense Ada
 def main() -> None:
     script, training = parse_arguments("dense.yaml")
     job = prepare(script, training)
-    trainer = GRPOTrainer(
+    trainer = BaselineGRPOTrainer(
         model=job.model,
         reward_funcs=job.rewards,
         args=training,

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from common import parse_arguments, prepare, report, run
 from peft import LoraConfig
-from trl import GRPOTrainer
+
+from trl_sketch.baseline import BaselineGRPOTrainer
 
 
 @dataclass
@@ -30,7 +31,7 @@ def main() -> None:
     script, training, lora = parse_arguments("lora.yaml", LoraArguments)
     job = prepare(script, training)
     targets = lora.lora_target_modules
-    trainer = GRPOTrainer(
+    trainer = BaselineGRPOTrainer(
         model=job.model,
         reward_funcs=job.rewards,
         args=training,

@@ -6,7 +6,8 @@ required: [learning_rate]  # must be given on the command line, or by a file tha
 rank: 64
 ```
 
-So the files of an experiment are a common one and, for each method, a few lines in which it differs.
+So the files of an experiment are a common one and, for each method, a few lines in which it differs. A file that can be run
+sets `output_dir`; one that is only included does not.
 """
 
 from pathlib import Path
@@ -36,3 +37,8 @@ def read_settings(file: str | Path, including: tuple[Path, ...] = ()) -> tuple[d
         required |= still
     settings |= own
     return settings, required - settings.keys()
+
+
+def method_of(settings: dict[str, Any]) -> str:
+    """`sketch`, `lora` or `dense`: the script `grpo_<method>.py` that knows these settings."""
+    return "lora" if "lora_r" in settings else "sketch" if "rank" in settings else "dense"

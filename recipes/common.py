@@ -31,7 +31,7 @@ from rich.table import Table
 from settings import read_settings
 from smollm2 import smollm2_folder
 from torch import nn
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 from trl_sketch import SketchGRPOConfig
@@ -71,6 +71,12 @@ class ScriptArguments:
     dataset_test_split: str = field(
         default="test",
         metadata={"help": "Split to evaluate on. A dataset without it has problems held out of training."},
+    )
+    max_prompt_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Leave out problems whose prompt has more tokens: vLLM refuses what might exceed its context."
+        },
     )
     rewards: list[str] = field(
         default_factory=lambda: ["exact_match"],
@@ -164,10 +170,13 @@ def prepare(script: ScriptArguments, training: GRPOConfig) -> Job:
     """The embedded job, or the user's model and dataset."""
     rewards = [REWARDS[name] for name in script.rewards]
     if script.model_name_or_path:
-        train, held_out = load_problems(script)
-        title = f"{script.model_name_or_path} on {script.dataset_name}"
         packaged = PACKAGED_MODELS.get(script.model_name_or_path)
         model = str(packaged()) if packaged else script.model_name_or_path
+        train, held_out = load_problems(script)
+        if script.max_prompt_length is not None:
+            tokenizer = AutoTokenizer.from_pretrained(model)
+            train = train.filter(lambda row: prompt_length(tokenizer, row["prompt"]) <= script.max_prompt_length)
+        title = f"{script.model_name_or_path} on {script.dataset_name}"
         return Job(model, train, held_out, rewards, title)
 
     torch.set_num_threads(1)  # a second thread makes so small a model slower, on a busy machine many times
@@ -217,6 +226,14 @@ def load_problems(script: ScriptArguments) -> tuple[Dataset, list[dict[str, Any]
         parts = train.train_test_split(test_size=min(count, math.ceil(len(train) / 10)), seed=0)
         train, test = parts["train"], parts["test"]
     return train, test.select(range(min(count, len(test)))).to_list() if count else []
+
+
+def prompt_length(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]]) -> int:
+    """Tokens of a prompt, text or chat, as the trainer gives it to the model."""
+    if not isinstance(prompt, str):
+        prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        return len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    return len(tokenizer(prompt)["input_ids"])
 
 
 # ------------------------------------------------------------------------------------------------------------ progress

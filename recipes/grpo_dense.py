@@ -1,5 +1,7 @@
 """GRPO with dense AdamW on every weight, to compare with `grpo_sketch.py`: the same script but for the method's lines.
 
+The trainer is TRL's, with a running reward baseline where that is asked for (`--advantage_baseline running`).
+
 ```bash
 python recipes/grpo_dense.py                         # the embedded default: no GPU, no hub
 python recipes/grpo_dense.py --learning_rate 1e-4    # any field from the command line, or from YAML (--config FILE)

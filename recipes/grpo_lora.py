@@ -1,5 +1,7 @@
 """GRPO with a LoRA adapter, to compare with `grpo_sketch.py`: the same script but for the lines that name the method.
 
+The trainer is TRL's, with a running reward baseline where that is asked for (`--advantage_baseline running`).
+
 ```bash
 python recipes/grpo_lora.py                 # the embedded default: no GPU, no hub
 python recipes/grpo_lora.py --lora_r 32     # any field from the command line, or from YAML (--config FILE)

@@ -13,6 +13,8 @@ import pytest
 import reasoning_gym_mixture
 import rewards
 from datasets import Dataset
+from transformers import AutoTokenizer
+from trl import GRPOConfig
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -177,3 +179,16 @@ def test_addition(tmp_path: Path) -> None:
         assert row["answer"] == str(a + b)
         assert f"What is {b} + {a}? Answer with the number only." in sides[1]
     assert addition.problems() == addition.problems()
+
+
+def test_prompts_that_are_too_long_are_left_out(policy_folder: str, tmp_path: Path) -> None:
+    """The template of this tokenizer adds two tokens, and each letter is one."""
+    rows = [{"prompt": [{"role": "user", "content": "a" * n}], "answer": "x"} for n in (1, 6, 7, 20)] * 3
+    file = write_jsonl(tmp_path / "p.jsonl", rows)
+    script = common.ScriptArguments(
+        model_name_or_path=policy_folder, dataset_name=file, max_prompt_length=8, num_eval_problems=0
+    )
+    job = common.prepare(script, GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
+    assert sorted(len(row["prompt"][0]["content"]) for row in job.train) == [1, 1, 1, 6, 6, 6]
+    tokenizer = AutoTokenizer.from_pretrained(policy_folder)
+    assert [common.prompt_length(tokenizer, p) for p in ("abc", [{"role": "user", "content": "abc"}])] == [3, 5]

@@ -10,8 +10,6 @@ import dapo_math
 import gsm8k
 import pyarrow.parquet as pq
 import pytest
-import reasoning_gym_mixture
-import rewards
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import GRPOConfig
@@ -124,48 +122,6 @@ def test_without_a_hub_the_error_says_what_to_pass(
 def test_a_recipe_without_its_data_says_how_to_make_it(offline: None) -> None:
     with pytest.raises(FileNotFoundError, match="data/nothing is no folder here.*recipes/data has a script"):
         problems_of(Path("data/nothing"))
-
-
-def test_the_mixture_of_reasoning_gym(tmp_path: Path) -> None:
-    """The eight tasks: columns, no repetitions, no overlap, and gold answers that their verifiers accept."""
-    reasoning_gym_mixture.main(["--num_train", "12", "--num_eval", "4", "--output", str(tmp_path)])
-    train, test = (read(tmp_path / f"{split}.parquet") for split in ("train", "test"))
-    assert {row["task"] for row in train} == {row["task"] for row in test} == set(reasoning_gym_mixture.TASKS)
-    assert 90 <= len(train) <= 96 and 24 <= len(test) <= 32
-    questions = [row["prompt"][-1]["content"] for row in train + test]
-    assert len(set(questions)) == len(questions)
-    assert all([m["role"] for m in row["prompt"]] == ["system", "user"] for row in train)
-    assert "<answer>" in train[0]["prompt"][0]["content"]
-    for rows in (train, test):
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        gold = [f"So: <answer>{answer}</answer>" for answer in columns["answer"]]
-        scores = rewards.reasoning_gym(completions=gold, prompts=columns.pop("prompt"), **columns)
-        assert scores == [1.0] * len(rows)
-    assert len(problems_of(tmp_path)[1]) == len(test)
-
-
-def test_the_mixtures_repetitions_and_overlaps_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seeds = []
-
-    def generate(task: str, count: int, seed: int, **settings: Any) -> list[dict[str, Any]]:
-        seeds.append(seed)
-        questions = ["a", "b", "a", "c"] if seed == 42 else ["d", "b", "d", "e"]
-        return [{"question": q, "answer": q.upper(), "metadata": settings} for q in questions]
-
-    monkeypatch.setattr(reasoning_gym_mixture, "generate", generate)
-    options = ["--tasks", "t", "--settings", '{"t": {"k": 1}}', "--system_prompt", "", "--output", str(tmp_path)]
-    reasoning_gym_mixture.main(options)
-    kept = {split: [row["answer"] for row in read(tmp_path / f"{split}.parquet")] for split in ("train", "test")}
-    assert kept == {"train": ["A", "B", "C"], "test": ["D", "E"]}
-    assert seeds[1] - seeds[0] > 5000  # problem i of a seed is problem i - 1 of the next
-    row = read(tmp_path / "train.parquet")[0]
-    assert row["prompt"] == [{"role": "user", "content": "a"}] and json.loads(row["metadata"]) == {"k": 1}
-
-
-def test_reasoning_gyms_neighbouring_seeds_share_problems() -> None:
-    """Why the evaluation's seed is far away."""
-    first, second = (reasoning_gym_mixture.generate("manipulate_matrix", 5, seed) for seed in (1, 2))
-    assert [e["question"] for e in first[1:]] == [e["question"] for e in second[:-1]]
 
 
 def test_addition(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""What the three recipes share: arguments, data, rewards, the progress bar, the plot and the closing table."""
+"""What the three recipes share: arguments, data, the progress bar, the plot and the closing table."""
 
 import json
 import logging
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -19,24 +20,26 @@ from embedded import (
     DIGITS,
     Accuracy,
     WarmStart,
-    completion_text,
     evaluate,
-    exact_match,
     make_problems,
     warm_start_model,
 )
+from rewards import REWARDS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from settings import read_settings
+from smollm2 import smollm2_folder
 from torch import nn
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, TrlParser
-from trl.rewards import accuracy_reward
 
+from trl_sketch import SketchGRPOConfig
 from trl_sketch.layers import SketchLinear
 
 
 EMBEDDED = Path(__file__).parent / "embedded"  # the YAML files of the embedded default
+PACKAGED_MODELS = {"smollm2-135m": smollm2_folder}  # names of models that a package carries
 FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 console = Console()
@@ -51,7 +54,10 @@ class ScriptArguments:
 
     model_name_or_path: str | None = field(
         default=None,
-        metadata={"help": "Model on the Hub or folder. Default: the embedded one, a tiny model that sorts digits."},
+        metadata={
+            "help": "Model on the Hub, folder, or smollm2-135m, which a package carries. Default: the embedded one, a tiny "
+            "model that sorts digits."
+        },
     )
     dataset_name: str | None = field(
         default=None,
@@ -66,11 +72,18 @@ class ScriptArguments:
         default="test",
         metadata={"help": "Split to evaluate on. A dataset without it has problems held out of training."},
     )
+    max_prompt_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Leave out problems whose prompt has more tokens: vLLM refuses what might exceed its context."
+        },
+    )
     rewards: list[str] = field(
         default_factory=lambda: ["exact_match"],
         metadata={
-            "help": "Reward functions: exact_match (the completion is the answer) or math (math-verify finds the answer "
-            "equal). The first is also the measure of accuracy."
+            "help": "Reward functions: exact_match (the completion is the answer), math (math-verify finds the answer "
+            "equal), last_number (of the completion), reasoning_gym (the task's verifier, on what is between answer tags) or "
+            "reasoning_gym_number (the same on the last number). The first is also the measure of accuracy."
         },
     )
     num_eval_problems: int = field(
@@ -80,15 +93,20 @@ class ScriptArguments:
 
 
 def parse_arguments(default_config: str, *method: type) -> tuple[Any, ...]:
-    """`ScriptArguments`, `GRPOConfig` and the method's own config, from the command line and a YAML file (`--config`).
+    """`ScriptArguments`, `SketchGRPOConfig` and the method's own config, from the command line and a YAML file (`--config`).
 
-    Without `--config` and without a model of the user's, the YAML file is `embedded/<default_config>`.
+    Without `--config` and without a model of the user's, the YAML file is `embedded/<default_config>`. What a YAML file may
+    say is in `settings.py`.
     """
     arguments = [word for argument in sys.argv[1:] for word in _as_words(argument)]
     if "--config" not in arguments and "--model_name_or_path" not in arguments:
         arguments = ["--config", str(EMBEDDED / default_config), *arguments]
-    parser = TrlParser([ScriptArguments, GRPOConfig, *method])
+    parser = TrlParser([ScriptArguments, SketchGRPOConfig, *method])
     parser.set_defaults(use_cpu=not torch.accelerator.is_available(), logging_steps=1)
+    if "--config" in arguments:
+        place = arguments.index("--config")
+        _take_settings(parser, arguments[place + 1], arguments)
+        del arguments[place : place + 2]
     script, training, *rest = parser.parse_args_and_config(arguments)
     if script.model_name_or_path and not script.dataset_name:
         parser.error("--model_name_or_path needs --dataset_name: the embedded problems suit the embedded model only")
@@ -99,6 +117,21 @@ def parse_arguments(default_config: str, *method: type) -> tuple[Any, ...]:
         parser.error(f"--rewards {' '.join(unknown)}: it must be among {', '.join(REWARDS)}")
     be_quiet()
     return script, training, *rest
+
+
+def _take_settings(parser: TrlParser, file: str, arguments: list[str]) -> None:
+    """Make the settings of a YAML file the parser's defaults."""
+    try:
+        settings, required = read_settings(file)
+    except (OSError, ValueError) as error:
+        parser.error(f"--config {file}: {error}")
+    missing = sorted(name for name in required if f"--{name}" not in arguments)
+    if missing:
+        parser.error(f"{file} needs {', '.join(f'--{name}' for name in missing)}: the file says where from")
+    os.environ.update({name: str(value) for name, value in settings.pop("env", {}).items()})
+    unknown = parser.set_defaults_with_config(**settings)
+    if unknown:
+        parser.error(f"{file} has settings that {Path(sys.argv[0]).name} does not know: {' '.join(unknown)}")
 
 
 def _as_words(argument: str) -> list[str]:
@@ -119,21 +152,6 @@ def be_quiet() -> None:
     warnings.filterwarnings("ignore", module="trl|transformers|torch|peft|accelerate")
 
 
-# ------------------------------------------------------------------------------------------------------------- rewards
-
-
-def math_reward(completions: list, answer: list[str], **kwargs: Any) -> list[float | None]:
-    """TRL reward function: 1.0 where math-verify finds the completion's final answer equal, 0.0 where not.
-
-    None, which leaves the example out, where `answer` is not a mathematical expression. Needs the package math-verify.
-    """
-    marked = [a if "$" in a or "\\boxed" in a else f"${a}$" for a in map(str, answer)]
-    return accuracy_reward([[{"content": completion_text(c)}] for c in completions], solution=marked)
-
-
-REWARDS: dict[str, Callable[..., list[float | None]]] = {"exact_match": exact_match, "math": math_reward}
-
-
 # ------------------------------------------------------------------------------------------------------ model and data
 
 
@@ -152,9 +170,14 @@ def prepare(script: ScriptArguments, training: GRPOConfig) -> Job:
     """The embedded job, or the user's model and dataset."""
     rewards = [REWARDS[name] for name in script.rewards]
     if script.model_name_or_path:
+        packaged = PACKAGED_MODELS.get(script.model_name_or_path)
+        model = str(packaged()) if packaged else script.model_name_or_path
         train, held_out = load_problems(script)
+        if script.max_prompt_length is not None:
+            tokenizer = AutoTokenizer.from_pretrained(model)
+            train = train.filter(lambda row: prompt_length(tokenizer, row["prompt"]) <= script.max_prompt_length)
         title = f"{script.model_name_or_path} on {script.dataset_name}"
-        return Job(script.model_name_or_path, train, held_out, rewards, title)
+        return Job(model, train, held_out, rewards, title)
 
     torch.set_num_threads(1)  # a second thread makes so small a model slower, on a busy machine many times
     with training.main_process_first(desc="warm start"):
@@ -168,6 +191,7 @@ def load_problems(script: ScriptArguments) -> tuple[Dataset, list[dict[str, Any]
     """The user's training problems and at most `num_eval_problems` held-out ones.
 
     Raises:
+        FileNotFoundError: The dataset is neither here nor to be had from the Hub.
         ValueError: A split or a column is missing.
     """
     name = str(script.dataset_name)
@@ -177,7 +201,13 @@ def load_problems(script: ScriptArguments) -> tuple[Dataset, list[dict[str, Any]
     if builder:
         data = load_dataset(builder, data_files={script.dataset_train_split: name})
     else:
-        data = load_dataset(name, script.dataset_config)
+        try:
+            data = load_dataset(name, script.dataset_config)
+        except (ConnectionError, FileNotFoundError) as error:
+            raise FileNotFoundError(
+                f"dataset_name={name} is no folder here, and the Hub did not give it ({error}). Where recipes/data has a "
+                "script for it, run that first; else pass a local file or folder"
+            ) from error
     assert isinstance(data, DatasetDict)
     if script.dataset_train_split not in data:
         raise ValueError(
@@ -196,6 +226,14 @@ def load_problems(script: ScriptArguments) -> tuple[Dataset, list[dict[str, Any]
         parts = train.train_test_split(test_size=min(count, math.ceil(len(train) / 10)), seed=0)
         train, test = parts["train"], parts["test"]
     return train, test.select(range(min(count, len(test)))).to_list() if count else []
+
+
+def prompt_length(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]]) -> int:
+    """Tokens of a prompt, text or chat, as the trainer gives it to the model."""
+    if not isinstance(prompt, str):
+        prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        return len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    return len(tokenizer(prompt)["input_ids"])
 
 
 # ------------------------------------------------------------------------------------------------------------ progress

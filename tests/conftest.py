@@ -35,6 +35,13 @@ def tiny_qwen3() -> Callable[..., Qwen3ForCausalLM]:
     return build
 
 
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub is not asked, whatever the environment says."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+
+
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint for trainers: fp32, two layers, widths that are powers of two, one token a character, a chat template."""

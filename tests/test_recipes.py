@@ -8,8 +8,8 @@ from pathlib import Path
 
 import common
 import pytest
-from embedded import WarmStart, make_problems, warm_start_model
-from transformers import AutoModelForCausalLM
+from embedded import WarmStart, evaluate, make_problems, warm_start_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
 from trl_sketch import SketchConfig
@@ -80,6 +80,26 @@ def test_held_out_problems_are_not_trained_on() -> None:
         assert held_out.isdisjoint(row["prompt"] for row in make_problems("train", 8192, seed=seed))
     for row in make_problems("held_out", 20):
         assert row["answer"] == "".join(sorted(row["prompt"].rstrip("=")))
+
+
+@pytest.mark.parametrize("form", ["text", "chat"])
+def test_evaluation_of_prompts_of_different_lengths(policy_folder: str, form: str) -> None:
+    """In one batch, padded on the left, the model gives the answers that it gives to each prompt alone."""
+    model, tokenizer = (kind.from_pretrained(policy_folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    texts = ["abcde", "k", "hi"]
+    prompts = texts if form == "text" else [[{"role": "user", "content": text}] for text in texts]
+    answers = []
+    for prompt in prompts:
+        inputs = (
+            prompt
+            if form == "text"
+            else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        )
+        tokens = tokenizer(inputs, return_tensors="pt")
+        output = model.generate(**tokens, max_new_tokens=4, do_sample=False)[0, tokens["input_ids"].shape[1] :]
+        answers.append(tokenizer.decode(output, skip_special_tokens=True))
+    problems = [{"prompt": p, "answer": a} for p, a in zip(prompts, answers, strict=True)]
+    assert evaluate(model, tokenizer, problems, samples=0, max_new_tokens=4).greedy == 1.0
 
 
 @pytest.mark.slow

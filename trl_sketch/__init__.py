@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
+    from .baseline import SketchGRPOConfig
     from .callback import SketchCallback
     from .config import SketchConfig
     from .kl import predicted_kl
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SketchCallback",
     "SketchConfig",
+    "SketchGRPOConfig",
     "SketchGRPOTrainer",
     "SketchOptimizer",
     "SketchUpdate",
@@ -40,6 +42,7 @@ __all__ = [
 _MODULES = {
     "SketchCallback": "callback",
     "SketchConfig": "config",
+    "SketchGRPOConfig": "baseline",
     "SketchGRPOTrainer": "trainer",
     "SketchOptimizer": "optimizer",
     "SketchUpdate": "weights",

@@ -9,15 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import transformers
-import trl
 import trl.trainer.grpo_trainer as trl_grpo
-from packaging.specifiers import SpecifierSet
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from . import distributed
+from .baseline import BaselineGRPOTrainer
 from .callback import SketchCallback
 from .checkpoint import WholeCheckpoints
 from .config import SketchConfig
@@ -27,17 +25,6 @@ from .sync.trainer_side import SketchVLLMGeneration, check_settings, installed
 
 
 logger = logging.getLogger(__name__)
-
-TESTED_VERSIONS = {
-    "trl": (trl.__version__, ">=1.16,<1.17"),
-    "transformers": (transformers.__version__, ">=5.17,<5.18"),
-}
-for _name, (_version, _range) in TESTED_VERSIONS.items():
-    if not SpecifierSet(_range, prereleases=True).contains(_version):
-        raise ImportError(
-            f"trl_sketch.SketchGRPOTrainer was tested with {_name}{_range} and found {_name} {_version}, whose internals "
-            f"may differ: pip install '{_name}{_range}'"
-        )
 
 _CITATION = """\
 @article{zhang2026logra,
@@ -53,7 +40,7 @@ _CITATION = """\
 """
 
 
-class SketchGRPOTrainer(WholeCheckpoints, GRPOTrainer):
+class SketchGRPOTrainer(WholeCheckpoints, BaselineGRPOTrainer):
     """[`trl.GRPOTrainer`] that trains all attention and MLP weights from low-rank gradient sketches.
 
     It takes what `trl.GRPOTrainer` takes; `peft_config` is a [`SketchConfig`] (default: `SketchConfig()`).
@@ -70,6 +57,7 @@ class SketchGRPOTrainer(WholeCheckpoints, GRPOTrainer):
       * `_save_rng_state` and `_load_optimizer_and_scheduler` take the rollout along where several optimizer steps use one
         (`num_iterations`, `steps_per_generation`). TRL makes a new one on resuming.
       * Between backward and step, a [`SketchCallback`] does the rest.
+      * What [`BaselineGRPOTrainer`] changes, if `args` is a [`SketchGRPOConfig`] with `advantage_baseline="running"`.
 
     Raises:
         TypeError: `peft_config` is a PEFT config.

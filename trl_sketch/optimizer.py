@@ -116,9 +116,11 @@ class SketchOptimizer(torch.optim.Optimizer):
 
         unit = self._unit(norms)
         if config.update_rule == "row_adam":
-            row_rank = rules.per_row(self._per_layer(lambda layer: layer.group.rank), self.sizes)
+            ranks = self._per_layer(lambda layer: layer.group.rank)
+            row_mean_square = (row_norm / rules.per_row(unit, self.sizes)).square_()
+            row_mean_square.div_(rules.per_row(ranks, self.sizes))
             multiplier = rules.row_adam(
-                (row_norm / rules.per_row(unit, self.sizes)).square_().div_(row_rank).to(row_norm.dtype),
+                row_mean_square.to(row_norm.dtype),
                 self._next_moment("second"),
                 self.sizes,
                 step=self._updates + 1,

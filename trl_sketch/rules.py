@@ -40,14 +40,17 @@ def row_adam(
         Multiplier of each row, `(R,)`, which leaves the norm of each matrix as it was.
     """
     second_moment.mul_(beta2).add_(row_mean_square, alpha=1 - beta2)
-    root = (second_moment.double() / (1 - beta2**step)).sqrt()
+    root = (second_moment.double() / (1 - beta2**step)).sqrt_()
     tiny = torch.finfo(torch.float32).tiny
     mean = torch.stack([part.mean() for part in root.split(sizes)])
-    multiplier = 1 / (root + per_row((relative_epsilon * mean).clamp_min(tiny), sizes))
-    row_norm = row_mean_square.double().sqrt()
-    before, after = per_matrix(row_norm, sizes), per_matrix(row_norm * multiplier, sizes)
+    # In place, because a vector of float64 for all rows of a model takes tens of megabytes.
+    multiplier = root.add_(per_row((relative_epsilon * mean).clamp_min(tiny), sizes)).reciprocal_()
+    row_norm = row_mean_square.to(torch.float64, copy=True).sqrt_()
+    before = per_matrix(row_norm, sizes)
+    after = per_matrix(row_norm.mul_(multiplier), sizes)
+    del row_norm
     restore = torch.where(after > 0, before / after.clamp_min(tiny), 0)
-    return (multiplier * per_row(restore, sizes)).to(row_mean_square.dtype)
+    return multiplier.mul_(per_row(restore, sizes)).to(row_mean_square.dtype)
 
 
 def adam_(

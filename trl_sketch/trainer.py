@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import trl.trainer.grpo_trainer as trl_grpo
@@ -21,8 +21,10 @@ from .checkpoint import WholeCheckpoints
 from .config import SketchConfig
 from .model import get_sketch_model, sketch_state
 from .optimizer import SketchOptimizer
-from .sync.trainer_side import SketchVLLMGeneration, check_settings, installed
 
+
+if TYPE_CHECKING:
+    from .sync.trainer_side import SketchVLLMGeneration
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ class SketchGRPOTrainer(WholeCheckpoints, BaselineGRPOTrainer):
         "citation": _CITATION + GRPOTrainer._paper["citation"],
     }
 
-    vllm_generation: SketchVLLMGeneration
+    vllm_generation: "SketchVLLMGeneration"
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class SketchGRPOTrainer(WholeCheckpoints, BaselineGRPOTrainer):
         **kwargs: Any,
     ) -> None:
         _check_arguments(model, args, optimizers, quantization_config, peft_config)
-        with _reference_model_is_a_copy_of(model), distributed.fsdp_on_cpu(args), installed(trl_grpo):
+        with _reference_model_is_a_copy_of(model), distributed.fsdp_on_cpu(args), _vllm_in_step(args):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -226,7 +228,7 @@ def _check_arguments(
         config = peft_config or SketchConfig()
         if not isinstance(model, str) and _is_sketched(model):
             config = sketch_state(model).config
-        check_settings(config, args.vllm_mode, args.vllm_enable_sleep_mode)
+        _check_sync(config, args)
     if args.fp16:
         raise ValueError("fp16=True needs loss scaling, which works on dense gradients: use bf16=True")
     if args.deepspeed is not None:
@@ -257,3 +259,37 @@ def _reference_model_is_a_copy_of(model: str | PreTrainedModel) -> Iterator[None
         yield
     finally:
         trl_grpo.create_model_from_path = original
+
+
+@contextlib.contextmanager
+def _vllm_in_step(args: GRPOConfig | None) -> Iterator[None]:
+    """Within the block, TRL's trainer makes a [`SketchVLLMGeneration`], if it is to generate by vLLM.
+
+    (Imported here, because what talks to vLLM needs packages that are installed with it.)
+    """
+    if args is None or not args.use_vllm:
+        yield
+        return
+    from .sync.trainer_side import SketchVLLMGeneration
+
+    original = trl_grpo.VLLMGeneration
+    trl_grpo.VLLMGeneration = SketchVLLMGeneration  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        trl_grpo.VLLMGeneration = original  # type: ignore[misc]
+
+
+def _check_sync(config: SketchConfig, args: GRPOConfig) -> None:
+    """Before vLLM is built, see that `vllm_sync` goes with TRL's settings.
+
+    Raises:
+        ValueError: It does not; the message says what to do.
+    """
+    if config.vllm_sync == "share" and args.vllm_mode == "server":
+        raise ValueError("vllm_sync='share' needs vLLM in the trainer's process: set vllm_mode='colocate'")
+    if config.vllm_sync == "share" and args.vllm_enable_sleep_mode:
+        raise ValueError(
+            "vllm_sync='share' keeps one copy of the weights, and vllm_enable_sleep_mode throws vLLM's away (level 2): "
+            "set vllm_enable_sleep_mode=False, or vllm_sync='auto'"
+        )

@@ -1,8 +1,7 @@
 """The trainer's side: TRL's `VLLMGeneration`, whose weights follow those of a `SketchOptimizer`."""
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -347,29 +346,3 @@ def _combined(parts: list[Any], parameters: dict[str, torch.nn.Parameter]) -> di
     for name, *box in parts:
         boxes[name].append(tuple(box))
     return {name: combine(found, tuple(parameters[name].shape)) for name, found in boxes.items()}
-
-
-def check_settings(config: SketchConfig, mode: str, enable_sleep_mode: bool) -> None:
-    """Before vLLM is built, see that `vllm_sync` goes with TRL's `vllm_mode` and `vllm_enable_sleep_mode`.
-
-    Raises:
-        ValueError: It does not; the message says what to do.
-    """
-    if config.vllm_sync == "share" and mode == "server":
-        raise ValueError("vllm_sync='share' needs vLLM in the trainer's process: set vllm_mode='colocate'")
-    if config.vllm_sync == "share" and enable_sleep_mode:
-        raise ValueError(
-            "vllm_sync='share' keeps one copy of the weights, and vllm_enable_sleep_mode throws vLLM's away (level 2): "
-            "set vllm_enable_sleep_mode=False, or vllm_sync='auto'"
-        )
-
-
-@contextlib.contextmanager
-def installed(trainer_module: Any) -> Iterator[None]:
-    """Within the block, TRL's trainer makes a [`SketchVLLMGeneration`]."""
-    original = trainer_module.VLLMGeneration
-    trainer_module.VLLMGeneration = SketchVLLMGeneration
-    try:
-        yield
-    finally:
-        trainer_module.VLLMGeneration = original

@@ -32,6 +32,7 @@ from settings import read_settings
 from smollm2 import smollm2_folder
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 from trl_sketch import SketchGRPOConfig
@@ -291,6 +292,7 @@ def run(trainer: GRPOTrainer, job: Job) -> Result:
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(RewardBar())
+    say_where(trainer)
     before = accuracy(trainer, job)
     start = perf_counter()
     resume = trainer.args.resume_from_checkpoint
@@ -301,6 +303,22 @@ def run(trainer: GRPOTrainer, job: Job) -> Result:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
     return Result(before, after, seconds)
+
+
+def say_where(trainer: GRPOTrainer) -> None:
+    """Print in how many processes the run is, how the model is spread over them, and what it resumes from."""
+    args, accelerator = trainer.args, trainer.accelerator
+    if not trainer.is_world_process_zero():
+        return
+    if accelerator.num_processes > 1:
+        engine = (
+            "FSDP2: each has a share of every weight" if trainer.is_fsdp_enabled else "DDP: each has the whole model"
+        )
+        console.print(f"{accelerator.num_processes} processes on {args.device.type}, {engine}")
+    if args.resume_from_checkpoint:
+        last = get_last_checkpoint(str(args.output_dir)) if Path(str(args.output_dir)).is_dir() else None
+        is_last = str(args.resume_from_checkpoint).lower() == "true"
+        console.print(f"Resuming from {last if is_last else args.resume_from_checkpoint}")
 
 
 def accuracy(trainer: GRPOTrainer, job: Job) -> Accuracy | None:
@@ -386,7 +404,7 @@ def report(
     console.print(table)
 
     console.print(f"Trained  {trains}")
-    console.print(f"Time     {result.training_seconds:.0f} s for {trainer.state.global_step} steps")
+    console.print(f"Time     {result.training_seconds:.0f} s, up to step {trainer.state.global_step}")
     console.print(f"Model    {output}")
     console.print(f"Plot     {output / plot_file if has_rewards else 'none: no step was logged'}")
 

@@ -189,7 +189,7 @@ class SketchCallback(TrainerCallback):
                 _JUDGED_STEPS,
                 max(self._first_alphas),
             )
-        elif min(self._first_alphas) >= alpha_max:
+        elif min(self._first_alphas) >= alpha_max > 1:
             logger.warning(
                 "Each of the first %d updates was enlarged by alpha_max=%s and stayed below the KL budget: the updates are "
                 "small. If the run learns too slowly, raise learning_rate (or update_ratio).",

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def grpo(
     os.environ |= ENVIRONMENT[engine]
     world = int(os.environ["WORLD_SIZE"])
     arguments = {
-        "output_dir": "unused",
+        "output_dir": tempfile.mkdtemp(),
         "use_cpu": True,
         "bf16": False,
         "max_steps": 3,
@@ -304,7 +305,7 @@ def sft(folder: str) -> tuple[list[float], int, bool]:
     trainer = SFTTrainer(
         model,
         args=SFTConfig(
-            output_dir="unused", use_cpu=True, bf16=False, max_steps=3, learning_rate=1e-3, logging_steps=1, report_to="none",
+            output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, max_steps=3, learning_rate=1e-3, logging_steps=1, report_to="none",
             save_strategy="no", per_device_train_batch_size=2, log_level="error", disable_tqdm=True,
         ),
         train_dataset=Dataset.from_dict({"text": ["abc", "bcad", "fgh", "kl", "mmm", "dd", "cab", "hi"] * 2}),

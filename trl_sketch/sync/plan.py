@@ -183,7 +183,7 @@ def _unsuitable(model: nn.Module) -> str | None:
             return f"{name} is multi-head latent attention, which keeps matrices computed from the weights"
         packed = getattr(module, "cpu_linear", None)
         if packed is not None and packed is not nn.functional.linear:
-            return f"{name} keeps a packed copy of its weight (vLLM's CPU build does)"
+            return f"the model computes with packed copies of its weights, as of {name} (vLLM's CPU build does)"
     return None
 
 

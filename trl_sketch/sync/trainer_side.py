@@ -303,6 +303,11 @@ class SketchVLLMGeneration(VLLMGeneration):
             self._refuse_uncovered(colocated)
         self._whole_only = wanted == "full"
         if colocated.refused:
+            if not torch.accelerator.is_available():
+                raise RolloutError(
+                    f"vLLM cannot be kept in step on this machine: {some_reason(colocated.refused)}. Its CPU build computes with "
+                    "packed copies of the weights: set use_vllm=False here"
+                )
             if wanted in ("share", "sketch"):
                 raise RolloutError(
                     f"vllm_sync={wanted!r} is not possible: vLLM's weights cannot be written in place. "

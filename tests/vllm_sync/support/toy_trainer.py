@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from trl_sketch import SketchConfig, SketchOptimizer, get_sketch_model
+from trl_sketch.projection import projection_basis
 from trl_sketch.sync.update import Step, UpdateMessage, new_run_id
 from trl_sketch.weights import SketchUpdate, dequantize
 
@@ -112,5 +113,7 @@ class ToyTrainer:
 
 def add_naively(self: SketchUpdate, weight: torch.Tensor, rows=None, cols=None, *, basis=None) -> None:
     """What `SketchUpdate.apply_` must not be: a bf16 addition, rounded to nearest."""
+    if basis is None:
+        basis = projection_basis(self.projection, self.projection_key, self.q.shape[1], self.in_features, cols=cols)
     delta = -(dequantize(self.q, self.exponent)[slice(*(rows or (None,)))] @ basis)
     weight.add_(delta.to(weight.dtype))

@@ -173,5 +173,5 @@ def test_vllms_packed_weights_are_refused(vllm_here, build_vllm_model, checkpoin
     parameters = {name: nn.Parameter(weight.clone(), requires_grad=False) for name, weight in run.after.items()}
     weights = ColocatedWeights(model, parameters)
     assert set(weights.refused) == set(parameters)
-    assert "packed copy" in weights.refused["model.embed_tokens.weight"]
+    assert "packed copies" in weights.refused["model.embed_tokens.weight"]
     assert weights.share() == weights.copy() == []

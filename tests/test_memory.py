@@ -105,8 +105,7 @@ def test_formula_and_measurement_agree(model, method, checkpointing):
     assert measurement.phases[prediction.phase] > 0.995 * measurement.peak  # the phase that sets the peak, or nearly
     parts = measurement.parts[measurement.peak_phase]
     for part in ("weights", "sketch", "adapter", "gradients"):
-        # RGC's fp32 biases of Qwen2.5, which the formula counts in bf16, are 1e-5 of the weights
-        assert prediction.parts.get(part, 0) == pytest.approx(parts.get(part, 0), rel=2e-5, abs=2e5)
+        assert prediction.parts.get(part, 0) == pytest.approx(parts.get(part, 0), abs=2e5)
     activations = measurement.phases["head"] - sum(prediction.state.values())
     assert prediction.peaks["head"] - sum(prediction.state.values()) == pytest.approx(activations, rel=0.05)
 

@@ -91,7 +91,7 @@ def check_sharding(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
     for name, weight in weights.items():
         if isinstance(weight, DTensor):
             sharded = [placement for placement in weight.placements if not isinstance(placement, Replicate)]
-            if len(sharded) > 1 or type(sharded[0]) is not Shard or not is_sharded(model):
+            if len(sharded) != 1 or type(sharded[0]) is not Shard or not is_sharded(model):
                 raise ValueError(
                     f"{name} is sharded as {weight.placements}, which FSDP2 alone does not do: sketches are trained with DDP "
                     "or FSDP2, without tensor parallelism"

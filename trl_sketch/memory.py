@@ -198,7 +198,10 @@ def predict_state(plan: Plan) -> dict[str, int]:
     trained = 4 if kept_in_fp32 or plan.method == "rgc" else compute
     other = 4 if kept_in_fp32 else compute
     state = {
-        "weights": _shard(trained * shape.trained + other * shape.other_weights, world) + shape.buffer_bytes,
+        "weights": _shard(
+            trained * (shape.trained + shape.biases) + other * (shape.other_weights - shape.biases), world
+        )
+        + shape.buffer_bytes,
     }
     if world > 1:
         layers = 2 * shape.layer_weights

@@ -43,7 +43,8 @@ class Shape:
         vocabulary: Rows of the LM head.
         has_qk_norm: Whether queries and keys are normalized per head (Qwen3).
         matrices: The trained ones, those of attention and MLP.
-        other_weights: Numbers in all other parameters (a tied head counts once).
+        biases: Numbers in the biases of these layers, which are kept in the type of their weights.
+        other_weights: Numbers in all parameters but the trained matrices, biases included (a tied head counts once).
         outside_layers: Of these, numbers in parameters outside the decoder layers: embedding, LM head, last norm.
         buffer_bytes: Bytes of the buffers.
     """
@@ -58,6 +59,7 @@ class Shape:
     vocabulary: int
     has_qk_norm: bool
     matrices: tuple[Matrix, ...]
+    biases: int
     other_weights: int
     outside_layers: int
     buffer_bytes: int
@@ -162,6 +164,7 @@ def shape_of(config: PretrainedConfig) -> Shape:
         vocabulary=text.vocab_size,
         has_qk_norm=any(name.endswith("q_norm") for name in names),
         matrices=matrices,
+        biases=sum(others.get(f"{name}.bias", 0) for name in layers),
         other_weights=sum(others.values()),
         outside_layers=sum(n for name, n in others.items() if not any(part.isdecimal() for part in name.split("."))),
         buffer_bytes=buffers,

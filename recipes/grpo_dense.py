@@ -8,7 +8,8 @@ python recipes/grpo_dense.py --learning_rate 1e-4    # any field from the comman
 ```
 """
 
-from common import parse_arguments, prepare, report, run
+from common import parse_arguments, prepare, run
+from report import report
 
 from trl_sketch.baseline import BaselineGRPOTrainer
 

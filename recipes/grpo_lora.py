@@ -10,8 +10,9 @@ python recipes/grpo_lora.py --lora_r 32     # any field from the command line, o
 
 from dataclasses import dataclass, field
 
-from common import parse_arguments, prepare, report, run
+from common import parse_arguments, prepare, run
 from peft import LoraConfig
+from report import report
 
 from trl_sketch.baseline import BaselineGRPOTrainer
 

@@ -11,7 +11,8 @@ accelerate launch recipes/grpo_sketch.py --model_name_or_path Qwen/Qwen3-1.7B-Ba
 `grpo_lora.py` and `grpo_dense.py` are the same script for LoRA and for dense AdamW.
 """
 
-from common import parse_arguments, prepare, report, run
+from common import parse_arguments, prepare, run
+from report import report
 
 from trl_sketch import SketchConfig, SketchGRPOTrainer
 

@@ -79,9 +79,6 @@ class SketchCallback(TrainerCallback):
             )
         }
         distributed.check_agreement(shared, optimizer.sketches.device)
-        if distributed.is_sharded(kwargs["model"]):
-            # generate() then waits for the ranks whose responses are longer; accelerate does not say so of FSDP2
-            kwargs["model"]._is_fsdp_managed_module = True
         if self.trainer is not None:
             callbacks = self.trainer.callback_handler.callbacks
             callbacks.remove(self)

@@ -48,7 +48,9 @@ def alphabet_reward(completions: list[str], **kwargs: Any) -> list[float]:
 class Watch(TrainerCallback):
     """The weights and moments that training starts from, and a checksum of the weights after every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, uneven: bool) -> None:
+        self.uneven = uneven
+        self.lengths: list[int] = []
         self.checksums: list[int] = []
         self.start: dict[str, torch.Tensor] = {}
 
@@ -58,6 +60,11 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.checksums.append(sum(checksum(whole(p)) for p in model.parameters()))
+        if self.uneven:
+            ids = torch.full((1, 3), 5)
+            longest = 2 + 20 * args.process_index
+            output = model.generate(ids, do_sample=False, min_new_tokens=longest, max_new_tokens=longest)
+            self.lengths.append(output.shape[1] - 3)
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -80,6 +87,7 @@ def grpo(
     resume: str | bool = False,
     trainer_class: type[SketchGRPOTrainer] = SketchGRPOTrainer,
     save_to: str | None = None,
+    uneven: bool = False,
 ) -> dict[str, Any]:
     """Train on this rank; what came of it."""
     os.environ |= ENVIRONMENT[engine]
@@ -102,7 +110,7 @@ def grpo(
         "log_level": "error",
     }
     transformers.logging.disable_progress_bar()
-    watch = Watch()
+    watch = Watch(uneven)
     trainer = trainer_class(
         model=folder,
         reward_funcs=alphabet_reward,
@@ -131,6 +139,7 @@ def grpo(
             {k: v for k, v in log.items() if "sketch/" in k or k == "grad_norm"} for log in trainer.state.log_history
         ],
         "start": watch.start,
+        "lengths": watch.lengths,
         "checksums": watch.checksums,
         "step": trainer.state.global_step,
         "error": error,
@@ -172,6 +181,13 @@ def test_fsdp2_trains_as_ddp_does(policy_folder: str, tmp_path: Path, bf16: bool
         for other in (start, fsdp["weights"])
     )
     assert apart.norm() < (0.1 if bf16 else 1e-3) * moved.norm()
+
+
+def test_a_rank_waits_for_one_that_generates_longer(policy_folder: str) -> None:
+    """Every token takes gathered weights, to which all ranks contribute."""
+    first, second = launch(2, policy_folder, "fsdp2", settings={"max_steps": 2}, uneven=True)
+    assert (first["lengths"], second["lengths"]) == ([2, 2], [22, 22])
+    assert first["checksums"] == second["checksums"]
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp2_sharded"])

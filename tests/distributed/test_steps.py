@@ -279,6 +279,7 @@ def forward_in_between(made_first: bool) -> tuple[bool, bool]:
     with torch.no_grad():
         old = model(x)
     optimizer.step()
+    model.reshard()
     with torch.no_grad():
         new = model(x)
     return differing(before, whole(model)) > 0.5, bool((old != new).any())

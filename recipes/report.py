@@ -1,0 +1,135 @@
+"""What a recipe leaves at its end: a table of accuracies, one of bytes, the plot and `result.json`."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from common import Job, Result, console
+from rich.table import Table
+from torch import nn
+from trl import GRPOTrainer
+
+from trl_sketch.layers import SketchLinear
+
+
+def matrix_shapes(model: nn.Module, rank: int) -> list[tuple[int, int, int]]:
+    """(outputs, inputs, rank) of the matrices that a sketch trains: by default every linear layer but the LM head."""
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and ".lora_" not in name}
+    sketched = [m for m in linears.values() if isinstance(m, SketchLinear)]
+    if sketched:
+        return [(m.out_features, m.in_features, m.group.rank) for m in sketched]
+    head = model.get_output_embeddings()
+    others = [m for m in linears.values() if m is not head]
+    return [(m.out_features, m.in_features, min(rank, m.in_features)) for m in others]
+
+
+def state_bytes(shapes: list[tuple[int, int, int]]) -> dict[str, tuple[int, int]]:
+    """Bytes of (weights, training state) that each method needs for matrices of these (outputs, inputs, rank).
+
+    Dense AdamW keeps fp32 weights, and a gradient and two moments of the same size. LoRA keeps bf16 weights, and in fp32
+    the adapter, its gradient and two moments. A sketch keeps bf16 weights, and in fp32 the sketch and, for RowAdam, one
+    number per row. Activations, and parameters outside these matrices, are not counted.
+    """
+    weights = sum(d * k for d, k, _ in shapes)
+    return {
+        "sketch": (2 * weights, sum(4 * d * r + 4 * d for d, _, r in shapes)),
+        "lora": (2 * weights, sum(16 * r * (d + k) for d, k, r in shapes)),
+        "dense": (4 * weights, 12 * weights),
+    }
+
+
+def report(
+    method: str, rank: int, trains: str, trainer: GRPOTrainer, job: Job, result: Result, plot_file: str
+) -> None:
+    """Print accuracies, training state, time and files; write the plot and `result.json` into the output folder.
+
+    Args:
+        method: `sketch`, `lora` or `dense`.
+        rank: Of the sketch or the adapter; for `dense`, the one that the others are compared at.
+        trains: Which parameters this run trained, in words.
+    """
+    if not trainer.is_world_process_zero():
+        return
+    output = Path(trainer.args.output_dir)
+    has_rewards = any("reward" in log for log in trainer.state.log_history)
+    if has_rewards:
+        plot(trainer.state.log_history, job, result, output / plot_file)
+    (output / "result.json").write_text(
+        json.dumps({"method": method, "rank": rank, **asdict(result)}, indent=2) + "\n"
+    )
+
+    if result.before and result.after:
+        table = Table(title=job.title, title_justify="left")
+        table.add_column(f"right on {len(job.held_out)} held-out problems")
+        table.add_column("before", justify="right")
+        table.add_column("after", justify="right", style="bold")
+        table.add_row("greedy", f"{result.before.greedy:.1%}", f"{result.after.greedy:.1%}")
+        table.add_row("sampled at temperature 1", f"{result.before.sampled:.1%}", f"{result.after.sampled:.1%}")
+        console.print(table)
+
+    names = {"sketch": "gradient sketch", "lora": "LoRA", "dense": "dense AdamW"}
+    table = Table(title=f"Bytes for the attention and MLP matrices, rank {rank}", title_justify="left")
+    table.add_column("")
+    for column in ("weights", "training state", "together"):
+        table.add_column(column, justify="right")
+    for name, (weights, state) in state_bytes(matrix_shapes(trainer.model, rank)).items():
+        cells = [names[name], f"{weights:,}", f"{state:,}", f"{weights + state:,}"]
+        table.add_row(*cells, style="bold" if name == method else None)
+    console.print(table)
+
+    console.print(f"Trained  {trains}")
+    console.print(f"Time     {result.training_seconds:.0f} s, up to step {trainer.state.global_step}")
+    console.print(f"Model    {output}")
+    console.print(f"Plot     {output / plot_file if has_rewards else 'none: no step was logged'}")
+
+
+def plot(log_history: list[dict[str, Any]], job: Job, result: Result, file: Path) -> None:
+    """Write the reward curve; below it, if the run logged them, the step control's predicted KL, its budget and α."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = [log["step"] for log in log_history if "reward" in log]
+    rewards = [log["reward"] for log in log_history if "reward" in log]
+    windows = [rewards[max(0, i - 5) : i + 6] for i in range(len(rewards))]
+    smooth = [sum(window) / len(window) for window in windows]
+    controlled = [log for log in log_history if log.get("sketch/predicted_kl")]
+
+    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25})
+    figure, axes = plt.subplots(
+        2 if controlled else 1, sharex=True, squeeze=False, figsize=(8, 7 if controlled else 4.5), layout="constrained"
+    )
+    top = axes[0, 0]
+    top.plot(steps, rewards, color="tab:blue", alpha=0.3, linewidth=1, label="reward of a step")
+    top.plot(steps, smooth, color="tab:blue", linewidth=2.2, label="mean of 11 steps around it")
+    if result.before and result.after:
+        for kind, marker, color in (("greedy", "o", "tab:orange"), ("sampled", "D", "tab:green")):
+            start, end = getattr(result.before, kind), getattr(result.after, kind)
+            label = f"held-out, {kind}: {start:.0%} → {end:.0%}"
+            top.plot(
+                [0, steps[-1]], [start, end], marker, color=color, markersize=9, clip_on=False, zorder=3, label=label
+            )
+    top.set(title=job.title, ylabel="reward", xlim=(0, steps[-1]))
+    if max(rewards) <= 1 and min(rewards) >= 0:
+        top.set_ylim(0, 1)
+    top.legend(loc="lower right", frameon=False)
+
+    if controlled:
+        bottom = axes[1, 0]
+        x = [log["step"] for log in controlled]
+        bottom.plot(x, [log["sketch/predicted_kl"] for log in controlled], color="tab:purple", label="predicted KL")
+        if "sketch/kl_budget" in controlled[0]:
+            budget = [log["sketch/kl_budget"] for log in controlled]
+            bottom.plot(x, budget, color="black", linestyle="--", label="KL budget")
+        bottom.set(yscale="log", ylabel="KL of a step, nats per token")
+        right = bottom.twinx()
+        right.plot(x, [log["sketch/alpha"] for log in controlled], color="tab:red", alpha=0.7, label="α (right)")
+        right.set(ylabel="α", ylim=(0, None))
+        right.grid(False)
+        lines = bottom.get_lines() + right.get_lines()
+        bottom.legend(lines, [line.get_label() for line in lines], loc="lower center", frameon=False, ncols=3)
+    axes[-1, 0].set_xlabel("optimizer step")
+    figure.savefig(file, dpi=130)
+    plt.close(figure)

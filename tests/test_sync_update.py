@@ -69,7 +69,7 @@ def test_the_layout_is_the_documented_one():
     assert record[:24] == struct.pack("<HHIIIii", 0, len(name), 5, 12, 3, -7, 2**31 - 1)
     assert record[24:] == name + update.exponent.numpy().tobytes() + update.q.numpy().tobytes()
     data = UpdateMessage(RUN, [Step(4, 5, [update])]).to_bytes()
-    head = b"TRLSKTCH" + struct.pack("<HHI", 1, 1, 1) + RUN + struct.pack("<QqII", len(data), 5, 0, 1)
+    head = b"TRLSKTCH" + struct.pack("<HHI", 2, 1, 1) + RUN + struct.pack("<QqII", len(data), 5, 0, 1)
     assert data[:HEADER] == head
     assert data[HEADER : HEADER + STEP + 4] == struct.pack("<qqIII", 4, 5, 1, 0, len(record))
     assert data[HEADER + STEP + 4 : -4] == record
@@ -122,7 +122,7 @@ def test_sound_bytes_with_unsound_values_are_refused():
     exponents = record + 24 + len("layers.0.q_proj")
     for position, new, text in [
         (0, b"X", "magic"),
-        (8, b"\2", "format version 2"),
+        (8, b"\3", "format version 3"),
         (10, b"\7", "kind"),
         (12, struct.pack("<I", 0), "empty"),
         (12, struct.pack("<I", 2), "are left"),

@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .config import SketchConfig
-from .projection import SIGN_PROJECTIONS, derive_key, projection_basis, projection_scale
+from .projection import SIGN_PROJECTIONS, Signs, derive_key, projection_basis, projection_scale
 from .weights import BASIS_ELEMENTS, row_blocks
 
 
@@ -58,6 +58,7 @@ class ProjectionGroup:
     rank: int
     in_features: int
     key: torch.Tensor = field(repr=False)  # 0-dim int32 view of SketchState.keys
+    signs: Signs | None = field(default=None, repr=False)  # of a sign projection, drawn by SketchState for this step
     members: int = 0
     _basis: torch.Tensor | None = field(default=None, repr=False)
     _input: Callable[[], torch.Tensor | None] | None = field(default=None, repr=False)
@@ -71,14 +72,18 @@ class ProjectionGroup:
         return projection_scale(self.kind, self.rank)
 
     @property
-    def kept_basis(self) -> torch.Tensor | None:
-        """The copy of A / scale that is kept, if one is."""
-        return self._basis
+    def kept(self) -> list[torch.Tensor]:
+        """The tensors from which A is made: the signs in their compact form, or the copy of A / scale, if one is kept."""
+        if self.signs is not None:
+            return list(self.signs.parts)
+        return [] if self._basis is None else [self._basis]
 
     def basis(self, dtype: torch.dtype) -> torch.Tensor:
-        """A / scale `(r, k)`. Signs are drawn anew at each call; of a dear projection the copy that is kept is returned."""
+        """A / scale `(r, k)`. Signs are unpacked anew at each call; of a dear projection the copy that is kept is returned."""
         if self._basis is not None and self._basis.dtype == dtype:
             return self._basis
+        if self.signs is not None:
+            return self.signs.block((0, self.rank), (0, self.in_features), dtype)
         return projection_basis(self.kind, self.key, self.rank, self.in_features, dtype=dtype)
 
     def keep_basis(self, dtype: torch.dtype) -> None:
@@ -93,11 +98,15 @@ class ProjectionGroup:
         """A Aᵀ `(r, r)`, or `None` where it is (k/r)·I, because the rows of A are orthogonal."""
         if self.kind == "orthonormal" or (self.kind == "hadamard" and self.in_features.bit_count() == 1):
             return None
-        gram = self.key.new_zeros(self.rank, self.rank, dtype=dtype)
+        drawn, gram = self.drawn(dtype), self.key.new_zeros(self.rank, self.rank, dtype=dtype)
         for cols in row_blocks((0, self.in_features), self.rank, BASIS_ELEMENTS):  # a row here is a column of A
-            part = projection_basis(self.kind, self.key, self.rank, self.in_features, cols=cols, dtype=dtype)
+            part = drawn.block((0, self.rank), cols, dtype) if isinstance(drawn, Signs) else drawn[:, slice(*cols)]
             gram.addmm_(part, part.t())
         return gram.mul_(self.scale**2)
+
+    def drawn(self, dtype: torch.dtype) -> Signs | torch.Tensor:
+        """Of signs their compact form, else A / scale `(r, k)` in `dtype`."""
+        return self.basis(dtype) if self.signs is None else self.signs
 
     @torch.no_grad()
     def project(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -288,8 +297,23 @@ class SketchState:
 
     def _move_keys(self, device: torch.device) -> None:
         self.keys = self.keys.to(device)
-        for group, key in zip(self.groups, self.keys, strict=True):
-            group.key = key
+        self._draw()
+
+    def _draw(self) -> None:
+        """Hand out the keys, and draw the signs of all groups of one shape together."""
+        alike: dict[tuple[str, int, int], list[int]] = {}
+        for index, group in enumerate(self.groups):
+            group.key = self.keys[index]
+            if group.kind in SIGN_PROJECTIONS:
+                alike.setdefault((group.kind, group.rank, group.in_features), []).append(index)
+        for (kind, rank, in_features), indices in alike.items():
+            drawn = Signs.draw(kind, self.keys[indices], rank, in_features)
+            for place, index in enumerate(indices):
+                group = self.groups[index]
+                if group.signs is None or group.signs.parts[0].device != self.keys.device:
+                    group.signs = drawn[place]
+                else:
+                    group.signs.copy_(drawn[place])
 
     def rank_blocks(self) -> list[tuple[torch.Tensor, list[SketchLinear]]]:
         """The buffer as one `(Σd, r)` matrix per distinct rank, with the layers whose rows it stacks."""
@@ -307,8 +331,8 @@ class SketchState:
         drawn_at = 0 if period is None else step - step % period
         keys = [derive_key(self.seed, drawn_at, group.name, "projection") for group in self.groups]
         self.keys.copy_(torch.tensor(keys, dtype=torch.int32))
-        for group, key in zip(self.groups, self.keys, strict=True):
-            group.key = key
+        self._draw()
+        for group in self.groups:
             group.redrawn()
 
     def set_seed(self, seed: int) -> None:

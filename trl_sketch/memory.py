@@ -6,7 +6,7 @@ It counts, per GPU and in bytes, what is kept from step to step and what the las
 |-------------|----------------|-------------------|--------------|-----------------|-----------------|
 | weights     | 2 each         | 2 each            | 4 each       | 4 trained, 2 else | 4 each        |
 | sketch      | 4 r ΣO         |                   |              | 4 r ΣO          | 8 r ΣO (S and U) |
-| projection  | a seed         |                   |              | 2 r ΣI          | 4 r ΣI          |
+| projection  | r Σ(2√I) + ΣI or less |                   |              | 2 r ΣI          | 4 r ΣI          |
 | adapter     |                | 4 r (ΣO + ΣI)     |              |                 |                 |
 | gradients   |                | 4 r (ΣO + ΣI)     | 4 N          |                 |                 |
 | optimizer   | 4 ΣO (RowAdam) | 8 r (ΣO + ΣI)     | 8 N          |                 | 4 ΣO            |
@@ -209,8 +209,10 @@ def predict_state(plan: Plan) -> dict[str, int]:
     if plan.method in ("sketch", "rgc", "logra"):
         rows = sum(matrix.d * min(rank, matrix.k) for matrix in shape.matrices)
         columns = sum(matrix.k * min(rank, matrix.k) for matrix in shape.matrices)
-        is_shared = plan.method == "sketch"
-        seeds = 4 * (_groups(shape) if is_shared else len(shape.matrices)) + 4  # and the anchor of autograd
+        groups = {m.group if plan.method == "sketch" else m.name: m.k for m in shape.matrices}
+        seeds = 4 * len(groups) + 4  # and the anchor of autograd
+        if plan.method == "sketch":
+            seeds += sum(_packed_signs(min(rank, k), k) for k in groups.values())
         state["sketch"] = (8 if plan.method == "logra" else 4) * rows
         state["projection"] = seeds + {"rgc": compute, "logra": 4}.get(plan.method, 0) * columns
         state["optimizer"] = (0 if plan.method == "rgc" else 4 * shape.outputs) + 16  # and two norms
@@ -264,8 +266,10 @@ def _shard(size: int, world: int) -> int:
 
 
 @lru_cache
-def _groups(shape: Shape) -> int:
-    return len({matrix.group for matrix in shape.matrices})
+def _packed_signs(rank: int, k: int) -> int:
+    """Bytes of the compact form of Hadamard signs `(rank, k)`; see `projection.Signs`."""
+    width = 1 << ((k - 1).bit_length() + 1) // 2
+    return rank * (-(-k // width) + width) + k
 
 
 class _Step:

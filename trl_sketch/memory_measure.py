@@ -235,6 +235,7 @@ def _as_on_cuda() -> Iterator[None]:
         mock.patch.object(chunked_logprob, "_backward_tile", lambda *args, **kwargs: None),
         mock.patch.object(chunked_logprob, "_addmm_fp32", lambda accumulated, a, b: None),
         mock.patch.object(weights, "_BLOCK_ELEMENTS", {}),
+        mock.patch.object(weights, "_CPU_HAS_INT8", False),
     ):
         yield
 

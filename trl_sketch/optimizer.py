@@ -13,7 +13,7 @@ from . import distributed, rules
 from .config import SketchConfig
 from .layers import ProjectionGroup, SketchLinear
 from .model import sketch_state
-from .projection import SIGN_PROJECTIONS, derive_key, projection_basis
+from .projection import derive_key, projection_basis
 from .weights import SketchUpdate, quantize, row_blocks
 
 
@@ -250,11 +250,11 @@ class SketchOptimizer(torch.optim.Optimizer):
         weights = dict(zip(self.layers, self._weights(), strict=True))
         updates: dict[str, SketchUpdate] = {}
         for group, members in self._by_group():
-            basis = None if group.kind in SIGN_PROJECTIONS else group.basis(torch.float32)  # else drawn by the update
+            drawn = group.drawn(torch.float32)
             for _, layer in members:
                 update = self._update_of(layer)
                 block, rows, cols = distributed.local_block(weights[layer])
-                update.apply_(block, rows, cols, basis=None if basis is None else basis[:, slice(*cols)])
+                update.apply_(block, rows, cols, drawn=drawn)
                 if self.listeners:
                     updates[layer.name] = update
                 del update  # before the next one is made
@@ -403,11 +403,11 @@ class SketchOptimizer(torch.optim.Optimizer):
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
         """What training keeps from step to step beside the weights: `sketch`, `projection` and `optimizer`."""
         state = self.sketches
-        kept = [group.kept_basis for group in state.groups]
+        kept = [basis for group in state.groups for basis in group.kept]
         last = [self.grad_norm, self.update_ratio]
         return {
             "sketch": [state.flat],
-            "projection": [state.keys, state.anchor, *(basis for basis in kept if basis is not None)],
+            "projection": [state.keys, state.anchor, *kept],
             "optimizer": [*self._moments.values(), *(norm for norm in last if norm is not None)],
         }
 

@@ -18,6 +18,7 @@ The two sign projections are kept as their *basis*, exact ±1 in every dtype; th
 
 import hashlib
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -35,7 +36,13 @@ def _int32(value: int) -> int:
 
 _GOLDEN = _int32(0x9E3779B9)  # odd, spreads consecutive counters over the word
 _COLUMN_STREAM = _int32(0x5BD1E995)
-_SIGN_BIT = _int32(0x80000000)
+# How ±1 looks in a type: integers of the same width, the bits that flip the sign, and those of +1.
+_SIGN_WORDS = {
+    torch.bfloat16: (torch.int16, -0x8000, 0x3F80),
+    torch.float16: (torch.int16, -0x8000, 0x3C00),
+    torch.float32: (torch.int32, -0x80000000, 0x3F800000),
+    torch.int8: (torch.int8, -2, 1),
+}
 
 
 def derive_key(seed: int, step: int, name: str, stream: str) -> int:
@@ -63,74 +70,139 @@ def hash_(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _row_and_col_words(key: torch.Tensor, rows: Range, cols: Range) -> tuple[torch.Tensor, torch.Tensor]:
+    """One 32-bit word per row, `(..., rows, 1)`, and one per column, `(..., 1, cols)`, of two streams of `key (...)`."""
+    i = torch.arange(*rows, dtype=torch.int32, device=key.device)
+    j = torch.arange(*cols, dtype=torch.int32, device=key.device)
+    # The key comes first: Inductor would fold `arange * constant` into the step of an arange, whose overflow is undefined.
+    row_words = hash_((i + key[..., None]) * _GOLDEN)
+    col_words = hash_((j + (key ^ _COLUMN_STREAM)[..., None]) * _GOLDEN)
+    return row_words[..., :, None], col_words[..., None, :]
+
+
 def counter_hash(key: torch.Tensor, rows: Range, cols: Range) -> torch.Tensor:
     """Independent 32-bit words for the counters (i, j), i in `rows`, j in `cols`.
 
     Args:
-        key: 0-dim int32 tensor; a tensor and not an `int`, so that compiled code is not rebuilt for each key.
+        key: int32 tensor `(...)`; a tensor and not an `int`, so that compiled code is not rebuilt for each key.
         rows: Half-open range of i.
         cols: Half-open range of j.
 
     Returns:
-        int32 `(rows, cols)` on the device of `key`.
+        int32 `(..., rows, cols)` on the device of `key`.
     """
-    i = torch.arange(*rows, dtype=torch.int32, device=key.device)
-    j = torch.arange(*cols, dtype=torch.int32, device=key.device)
-    # The key comes first: Inductor would fold `arange * constant` into the step of an arange, whose overflow is undefined.
-    row_words = hash_((i + key) * _GOLDEN)
-    col_words = hash_((j + (key ^ _COLUMN_STREAM)) * _GOLDEN)
-    words = row_words[:, None] ^ col_words[None, :]
+    row_words, col_words = _row_and_col_words(key, rows, cols)
+    words = row_words ^ col_words
     words += _GOLDEN
     return hash_(words)
 
 
-def _rademacher(key: torch.Tensor, rows: Range, cols: Range, dtype: torch.dtype) -> torch.Tensor:
-    """±1 `(rows, cols)`: row i is bit i % 32 of the words of row i // 32."""
-    first, last = rows[0] // 32, -(-rows[1] // 32)
-    words = counter_hash(key, (first, last), cols)
-    shift = torch.arange(31, -1, -1, dtype=torch.int32, device=key.device)
-    # Move the row's bit to the sign bit, then put it on the bits of 1.0: no multiplication, no conversion.
-    sign = (words[:, None, :] << shift[None, :, None]) & _SIGN_BIT
-    if dtype == torch.bfloat16:
-        signs = ((sign >> 16).to(torch.int16) | 0x3F80).view(torch.bfloat16)
-    else:
-        signs = (sign | 0x3F800000).view(torch.float32).to(dtype)
-    return signs.reshape(32 * words.shape[0], words.shape[1])[rows[0] - 32 * first : rows[1] - 32 * first]
+def unit_words(key: torch.Tensor, rows: Range, cols: Range) -> tuple[torch.Tensor, torch.Tensor]:
+    """Odd hash words `u_i (rows, 1)` and `v_j (1, cols)`, whose products `u_i·v_j` modulo 2³² are pairwise independent.
+
+    Odd words are a group under multiplication modulo 2³², so each product is uniform over it, and any two of them are
+    independent. One multiplication an entry makes this several times as fast as [`counter_hash`], whose words are
+    independent in any number; for rounding, which adds one number to each entry, pairs are enough.
+
+    Args:
+        key: 0-dim int32 tensor.
+        rows: Half-open range of i.
+        cols: Half-open range of j.
+    """
+    row_words, col_words = _row_and_col_words(key, rows, cols)
+    return row_words | 1, col_words | 1
 
 
-def _parity_signs(rows: torch.Tensor, cols: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(−1)^popcount(rows & cols), `(len(rows), len(cols))`."""
-    x = rows[:, None] & cols[None, :]
+def _parities(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """int8 `(*rows.shape, size)`: -1 where popcount(row & j) is odd, for j below `size`, else 0."""
+    x = rows[..., None] & torch.arange(size, dtype=torch.int32, device=rows.device)
     for shift in (16, 8, 4, 2, 1):
-        x ^= x >> shift
-    return (1 - 2 * (x & 1)).to(dtype)
+        if size > 1 << shift:  # the bits above are zero
+            x ^= x >> shift
+    return (x & 1).neg_().to(torch.int8)
 
 
-def _distinct_rows(key: torch.Tensor, rows: Range, bits: int) -> torch.Tensor:
-    """`s_i` for i in `rows`: a keyed permutation of the integers below 2^bits, evaluated at i."""
+def _distinct_rows(key: torch.Tensor, rank: int, bits: int) -> torch.Tensor:
+    """`s_i (..., r)`: a permutation, keyed by `key (...)`, of the integers below 2^bits, evaluated at i < r."""
     mask = (1 << bits) - 1
-    x = torch.arange(*rows, dtype=torch.int32, device=key.device)
-    constants = counter_hash(key, (0, 1), (0, 8))[0]
-    for odd, shift in zip(constants[:4] | 1, constants[4:], strict=True):
-        x = (x * odd + shift) & mask  # a bijection modulo 2^bits, as is the xor-shift
+    x = torch.arange(rank, dtype=torch.int32, device=key.device)
+    constants = counter_hash(key, (0, 1), (0, 8))
+    for odd, shift in zip(constants[..., :4].unbind(-1), constants[..., 4:].unbind(-1), strict=True):
+        x = (x * (odd | 1) + shift) & mask  # a bijection modulo 2^bits, as is the xor-shift
         x ^= x >> (bits + 1) // 2
     return x
 
 
-def _hadamard(key: torch.Tensor, rows: Range, cols: Range, in_features: int, dtype: torch.dtype) -> torch.Tensor:
-    """±1 `(rows, cols)`: σ(j)·(−1)^popcount(s_i & j) with distinct s_i and random signs σ."""
-    bits = max(in_features - 1, 1).bit_length()
-    s = _distinct_rows(key, rows, bits)
-    # popcount(s & j) splits over the high and low bits of j: two small tables instead of one popcount per entry.
-    low_bits = (bits + 1) // 2
-    first, last = cols[0] >> low_bits, -(-cols[1] // (1 << low_bits))
-    high = _parity_signs(s >> low_bits, torch.arange(first, last, dtype=torch.int32, device=key.device), dtype)
-    low = _parity_signs(s, torch.arange(1 << low_bits, dtype=torch.int32, device=key.device), dtype)
-    signs = (high[:, :, None] * low[:, None, :]).reshape(len(s), high.shape[1] * low.shape[1])
-    offset = first << low_bits
-    signs = signs[:, cols[0] - offset : cols[1] - offset]
-    sigma = counter_hash(key ^ _COLUMN_STREAM, (0, 1), cols)[0]
-    return signs * torch.where(sigma < 0, -1, 1).to(dtype)
+@dataclass(frozen=True)
+class Signs:
+    """The sign projections of one or of several matrices of one shape, in a compact form from which blocks are cut.
+
+    Drawing is in two parts. Hashing happens here, once for all matrices of a step: `hadamard` keeps the signs of the
+    columns and the two factors of its rows, since popcount(s & j) splits over the high and the low bits of j; `rademacher`
+    keeps one bit an entry. A block is then cut with two or three operations an entry, in the type that is asked for.
+
+    Attributes:
+        kind: `hadamard` or `rademacher`.
+        rank: r.
+        in_features: k.
+        parts: Of `hadamard` int8 `(..., r, ⌈k/2ˡ⌉)`, `(..., r, 2ˡ)` and `(..., 1, k)`, each 0 or -1 (flip the sign); of
+            `rademacher` int32 `(..., ⌈r/32⌉, k)`.
+    """
+
+    kind: str
+    rank: int
+    in_features: int
+    parts: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def draw(cls, kind: str, key: torch.Tensor, rank: int, in_features: int) -> "Signs":
+        """Draw from keys, int32 `(...)`."""
+        if kind == "rademacher":
+            return cls(kind, rank, in_features, (counter_hash(key, (0, -(-rank // 32)), (0, in_features)),))
+        bits = max(in_features - 1, 1).bit_length()
+        low_bits = (bits + 1) // 2
+        s = _distinct_rows(key, rank, bits)
+        sigma = counter_hash(key ^ _COLUMN_STREAM, (0, 1), (0, in_features)) >> 31
+        high = _parities(s >> low_bits, -(-in_features // (1 << low_bits)))
+        low = _parities(s & (1 << low_bits) - 1, 1 << low_bits)
+        return cls(kind, rank, in_features, (high, low, sigma.to(torch.int8)))
+
+    def __getitem__(self, index: int) -> "Signs":
+        """Those of one matrix, where several were drawn."""
+        return Signs(self.kind, self.rank, self.in_features, tuple(part[index] for part in self.parts))
+
+    def copy_(self, other: "Signs") -> None:
+        """Take over what was drawn for the same shapes; the tensors stay the same ones, as compiled code wants it."""
+        for own, new in zip(self.parts, other.parts, strict=True):
+            own.copy_(new)
+
+    def block(self, rows: Range, cols: Range, dtype: torch.dtype) -> torch.Tensor:
+        """±1 `(rows, cols)` in `dtype`: bf16, fp16, fp32, fp64 or int8, of one matrix."""
+        word, flip, one = _SIGN_WORDS.get(dtype, _SIGN_WORDS[torch.float32])
+        cut = self._hadamard if self.kind == "hadamard" else self._bits
+        signs = cut(rows, cols, word, flip, one)
+        return signs.view(dtype) if dtype in _SIGN_WORDS else signs.view(torch.float32).to(dtype)
+
+    def _hadamard(self, rows: Range, cols: Range, word: torch.dtype, flip: int, one: int) -> torch.Tensor:
+        """Row i at column j: σ(j)·(−1)^popcount(s_i & j), with distinct s_i."""
+        high, low, sigma = self.parts
+        width = low.shape[-1]
+        first, last = cols[0] // width, -(-cols[1] // width)
+        high, low = (part[slice(*rows)].to(word).bitwise_and_(flip) for part in (high[:, first:last], low))
+        words = (high[:, :, None] ^ low[:, None, :]).view(len(low), high.shape[1] * width)
+        words = words[:, cols[0] - first * width : cols[1] - first * width]
+        sigma = sigma[:, slice(*cols)].to(word).bitwise_and_(flip).bitwise_xor_(one)
+        return words.bitwise_xor_(sigma) if words.is_contiguous() else words ^ sigma
+
+    def _bits(self, rows: Range, cols: Range, word: torch.dtype, flip: int, one: int) -> torch.Tensor:
+        """Row i is bit i % 32 of the words of row i // 32."""
+        (words,) = self.parts
+        first, last = rows[0] // 32, -(-rows[1] // 32)
+        words = words[first:last, None, slice(*cols)]
+        shift = torch.arange(31, -1, -1, dtype=torch.int32, device=words.device)
+        signs = (words << shift[:, None]).bitwise_right_shift_(31)  # the bit becomes the sign, and then the whole word
+        signs = signs.view(32 * len(words), signs.shape[-1])[rows[0] - 32 * first : rows[1] - 32 * first]
+        return signs.to(word).bitwise_and_(flip).bitwise_xor_(one)
 
 
 def _gaussian(key: torch.Tensor, rows: Range, cols: Range) -> torch.Tensor:
@@ -183,10 +255,8 @@ def projection_basis(
     cols = (0, in_features) if cols is None else cols
     if not (0 <= rows[0] <= rows[1] <= rank and 0 <= cols[0] <= cols[1] <= in_features):
         raise ValueError(f"rows={rows}, cols={cols} is not a block of a {rank} x {in_features} projection")
-    if kind == "hadamard":
-        return _hadamard(key, rows, cols, in_features, dtype)
-    if kind == "rademacher":
-        return _rademacher(key, rows, cols, dtype)
+    if kind in SIGN_PROJECTIONS:
+        return Signs.draw(kind, key, rank, in_features).block(rows, cols, dtype)
     if kind == "gaussian":
         return _gaussian(key, rows, cols).mul_(rank**-0.5).to(dtype)
     if kind == "orthonormal":

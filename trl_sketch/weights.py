@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .projection import PROJECTIONS, SIGN_PROJECTIONS, Range, counter_hash, projection_basis
+from .projection import PROJECTIONS, SIGN_PROJECTIONS, Range, Signs, projection_basis, unit_words
 
 
 # Elements of a temporary: small enough to stay in a CPU's cache, 8 MiB on an accelerator. With what is computed on the way
@@ -23,6 +23,7 @@ _BLOCK_ELEMENTS = {"cpu": 2**17}
 _BLOCK_ELEMENTS_DEFAULT = 2**21
 BASIS_ELEMENTS = 2**20  # of the columns of A that are drawn together
 _MAX_EXPONENT = 126
+_CPU_HAS_INT8 = torch.cpu._is_vnni_supported()  # else torch's int8 product is a plain loop
 
 # A record of one update: kind of A, length of the name, d, k, r, key of A, key of the rounding; little-endian, 24 bytes.
 _RECORD = struct.Struct("<HHIIIii")
@@ -62,31 +63,35 @@ def dequantize(q: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
     return q.float() * _power_of_two(exponent)[:, None]
 
 
-def _random_offsets(key: torch.Tensor, rows: Range, cols: Range) -> torch.Tensor:
-    """int16 `(rows, cols)`, uniform over all 2¹⁶ values: the two halves of one hash word serve two columns."""
-    first, last = cols[0] // 2, -(-cols[1] // 2)
-    halves = counter_hash(key, rows, (first, last)).view(torch.int16)
-    return halves[:, cols[0] - 2 * first : cols[1] - 2 * first]
-
-
-def subtract_(weight: torch.Tensor, delta: torch.Tensor, key: torch.Tensor, rows: Range, cols: Range) -> None:
+def subtract_(
+    weight: torch.Tensor,
+    delta: torch.Tensor,
+    words: tuple[torch.Tensor, torch.Tensor],
+    work: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
     """`weight -= delta`, in place: stochastically rounded in bf16, an ordinary subtraction in fp32 and fp64.
 
     Args:
-        weight: A block of the whole matrix, bf16, fp32 or fp64.
-        delta: fp32, same shape; overwritten.
-        key: 0-dim int32 tensor, the key of the rounding.
-        rows: The block's rows in the whole matrix.
-        cols: The block's columns in the whole matrix.
+        weight: A block `(m, n)` of the whole matrix, bf16, fp32 or fp64.
+        delta: fp32 `(m, n)`.
+        words: int32 `(m, 1)` and `(1, n)`, of [`unit_words`] for the block's rows and columns in the whole matrix.
+        work: fp32 and int32 `(m, n)`, to be overwritten, if such are at hand.
     """
     if weight.dtype != torch.bfloat16:
         weight.sub_(delta)
         return
-    bits = torch.sub(weight, delta, out=delta).view(torch.int32)
+    new, offsets = work or (torch.empty_like(delta), torch.empty_like(delta, dtype=torch.int32))
+    # Types are converted by operations of their own: one that mixes them takes three times as long on a CPU.
+    new.copy_(weight).sub_(delta)
     # bf16 is the upper half of fp32: a uniform number added to the lower half carries with the probability of what is
     # cut off. Sign and magnitude are separate, so this rounds the magnitude, which is unbiased for both signs.
-    bits.add_(_random_offsets(key, rows, cols)).add_(0x8000).bitwise_and_(-0x10000)
-    weight.copy_(delta)
+    torch.mul(*words, out=offsets).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+    weight.view(torch.int16).copy_(new.view(torch.int32).add_(offsets).bitwise_right_shift_(16))
+
+
+def sign_dtype(device: torch.device) -> torch.dtype:
+    """Type in which signs are drawn for an exact product: int8 on a CPU that multiplies int8, up to ten times as fast."""
+    return torch.int8 if device.type == "cpu" and _CPU_HAS_INT8 else torch.float32
 
 
 def _int8_bytes(tensor: torch.Tensor) -> bytes:
@@ -183,6 +188,13 @@ class SketchUpdate:
             exponent=exponent,
         )
 
+    def draw(self) -> Signs | torch.Tensor:
+        """A / scale, to be handed to [`apply_`]: of updates that share it, it need then be drawn once."""
+        rank = self.q.shape[1]
+        if self.projection in SIGN_PROJECTIONS:
+            return Signs.draw(self.projection, self.projection_key, rank, self.in_features)
+        return projection_basis(self.projection, self.projection_key, rank, self.in_features)
+
     @torch.no_grad()
     def apply_(
         self,
@@ -190,7 +202,7 @@ class SketchUpdate:
         rows: Range | None = None,
         cols: Range | None = None,
         *,
-        basis: torch.Tensor | None = None,
+        drawn: Signs | torch.Tensor | None = None,
         block_elements: int | None = None,
     ) -> None:
         """Apply to `weight`, in place: the whole matrix, or the shard that holds its `rows` and `cols`.
@@ -199,8 +211,8 @@ class SketchUpdate:
             weight: bf16, fp32 or fp64, of shape `(rows, cols)`.
             rows: Half-open range of the shard's rows in the whole matrix, default all.
             cols: Half-open range of the shard's columns in the whole matrix, default all.
-            basis: The shard's columns of A / scale, `(r, cols)` in fp32, if they are at hand. Signs are otherwise drawn
-                for some columns at a time, so that they take 4 MiB and not 4·r·k bytes.
+            drawn: What [`draw`] returns, if it is at hand. Of signs a block of columns is made at a time, so that they
+                take 4 MiB at most and not 4·r·k bytes.
             block_elements: Elements of a temporary.
 
         Raises:
@@ -220,15 +232,30 @@ class SketchUpdate:
             raise ValueError(f"{self.name}: weights must be bfloat16, float32 or float64, got {weight.dtype}")
         if block_elements is None:
             block_elements = _BLOCK_ELEMENTS.get(weight.device.type, _BLOCK_ELEMENTS_DEFAULT)
-        scale = -_power_of_two(self.exponent)
-        in_parts = basis is None and self.projection in SIGN_PROJECTIONS
-        for part in row_blocks(cols, rank, BASIS_ELEMENTS) if in_parts else [cols]:  # a row here is a column of A
-            drawn = basis
-            if drawn is None:
-                drawn = projection_basis(self.projection, self.projection_key, rank, self.in_features, cols=part)
+        drawn = self.draw() if drawn is None else drawn
+        scale, negated = _power_of_two(self.exponent), -self.q
+        for part in row_blocks(cols, rank, BASIS_ELEMENTS):  # a row here is a column of A
+            if isinstance(drawn, Signs):
+                basis = drawn.block((0, rank), part, sign_dtype(weight.device))
+            else:
+                basis = drawn[:, slice(*part)]
+            row_words, col_words = unit_words(self.rounding_key, rows, part)
             columns = weight[:, part[0] - cols[0] : part[1] - cols[0]]
-            for start, stop in row_blocks(rows, part[1] - part[0], block_elements):
-                delta = torch.mm(self.q[start:stop].float(), drawn)
-                # Adding 0 makes +0.0 of every sum that is zero, in whatever order it was formed; w - 0.0 is w, -0.0 too.
-                delta.mul_(scale[start:stop, None]).add_(0.0)
-                subtract_(columns[start - rows[0] : stop - rows[0]], delta, self.rounding_key, (start, stop), part)
+            blocks = list(row_blocks(rows, part[1] - part[0], block_elements))
+            shape = max((stop - start for start, stop in blocks), default=0), part[1] - part[0]
+            # Made once: what is freed and allocated anew for each block costs a CPU as much as all the arithmetic.
+            integers = torch.empty(shape, dtype=torch.int32, device=weight.device)
+            delta, new = (torch.empty(shape, dtype=torch.float32, device=weight.device) for _ in range(2))
+            for start, stop in blocks:
+                n = stop - start
+                if basis.dtype == torch.int8:
+                    torch._int_mm(negated[start:stop], basis, out=integers[:n])
+                    delta[:n].copy_(integers[:n])
+                else:
+                    torch.mm(negated[start:stop].float(), basis, out=delta[:n])
+                    delta[:n].add_(0.0)  # +0.0 of every sum that is zero, in whatever order it was formed
+                delta[:n].mul_(scale[start:stop, None])
+                # Subtracted is the negated update: w - 0.0 is w, also where w is -0.0.
+                block = columns[start - rows[0] : stop - rows[0]]
+                words = row_words[start - rows[0] : stop - rows[0]], col_words
+                subtract_(block, delta[:n], words, (new[:n], integers[:n]))

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..projection import projection_basis
+from ..projection import Signs
 from .checksum import checksum
 from .plan import Box, Parameter, Plan, record_plan
 from .update import FORMAT_VERSION, Step, UpdateMessage, WeightMessage, decode
@@ -258,18 +258,17 @@ class Receiver:
 @torch.no_grad()
 def apply_step(step: Step, plan: Plan) -> None:
     """Apply a step's updates to the boxes of `plan`."""
-    made: tuple[Any, torch.Tensor] | None = None
+    made: tuple[Any, Signs | torch.Tensor] | None = None
     for update in step.updates:
         for box in plan.boxes[f"{update.name}.weight"]:
             (row, col), (height, width) = box.start, box.shape
-            cols = (col, col + width)
             moved = update.to(box.target.device)
             # Neighbours (q, k, v) share a projection: it is drawn once for all of them.
             shape = (update.q.shape[1], update.in_features)
-            wanted = (update.projection, int(update.projection_key), shape, cols, moved.q.device)
+            wanted = (update.projection, int(update.projection_key), shape, moved.q.device)
             if made is None or made[0] != wanted:
-                made = (wanted, projection_basis(update.projection, moved.projection_key, *shape, cols=cols))
-            moved.apply_(box.target, (row, row + height), cols, basis=made[1])
+                made = (wanted, moved.draw())
+            moved.apply_(box.target, (row, row + height), (col, col + width), drawn=made[1])
 
 
 def why_no_updates(parameter: Parameter, plan: Plan) -> str | None:

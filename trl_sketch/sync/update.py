@@ -37,7 +37,7 @@ import torch
 from ..weights import SketchUpdate
 
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # of the bytes, and of what they stand for: raised when an update would give other weights
 RUN_ID_BYTES = 16
 CHUNK_BYTES = 64 * 2**20
 

@@ -111,9 +111,8 @@ class ToyTrainer:
         return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0]
 
 
-def add_naively(self: SketchUpdate, weight: torch.Tensor, rows=None, cols=None, *, basis=None) -> None:
+def add_naively(self: SketchUpdate, weight: torch.Tensor, rows=None, cols=None, *, drawn=None) -> None:
     """What `SketchUpdate.apply_` must not be: a bf16 addition, rounded to nearest."""
-    if basis is None:
-        basis = projection_basis(self.projection, self.projection_key, self.q.shape[1], self.in_features, cols=cols)
+    basis = projection_basis(self.projection, self.projection_key, self.q.shape[1], self.in_features, cols=cols)
     delta = -(dequantize(self.q, self.exponent)[slice(*(rows or (None,)))] @ basis)
     weight.add_(delta.to(weight.dtype))

@@ -18,42 +18,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from shapes import SHAPES, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_sketch import SketchConfig, SketchOptimizer, get_sketch_model, kl
 
 
-SHAPES: dict[str, dict[str, int]] = {
-    "embedded": {
-        "vocab_size": 14,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
-    "smollm2-135m": {
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-    },
-    "qwen3-0.6b": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-}
 LOGITS_CHUNK = 256  # positions in a chunk of logits, a usual choice of fused losses
 
 
@@ -135,11 +106,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
 
-    config = Qwen3Config(**SHAPES[options.shape], tie_word_embeddings=True)
-    config.num_hidden_layers = options.layers or config.num_hidden_layers
-    torch.manual_seed(0)
-    with torch.device(options.device):
-        model = Qwen3ForCausalLM(config).to(getattr(torch, options.dtype)).train()
+    model = make_model(options.shape, getattr(torch, options.dtype), options.device, options.layers)
+    config = model.config
     add_fused_lm_head(model)
     get_sketch_model(model, SketchConfig(rank=options.rank))
     optimizer = SketchOptimizer(model, lr=1.0)

@@ -301,13 +301,17 @@ def test_no_layer_of_a_model_keeps_its_input(tiny_qwen3):
         layer.register_forward_pre_hook(lambda module, args: inputs.append(weakref.ref(args[0].untyped_storage())))
     # What other operations keep in any case: the attention's output, which o_proj reads.
     frozen = tiny_qwen3(torch.bfloat16, num_hidden_layers=3, intermediate_size=80, head_dim=12).requires_grad_(False)
+    signs = [part for group in sketch_state(model).groups for part in group.kept]
     kept = []
     for module in (model, frozen):
         embeddings = module.get_input_embeddings()(torch.arange(14).view(2, 7)).requires_grad_()
         with StorageTracker(alignment=1) as tracker:
+            for tensor in signs if module is model else []:
+                tracker.assign(tensor, "projection")
+            before = tracker.current
             loss = module(inputs_embeds=embeddings, use_cache=False).logits.float().sum()
             gc.collect()
-            kept.append(tracker.current)
+            kept.append(tracker.current - before)
         del loss
     assert len(inputs) == 21
     # X Aᵀ of the four groups of each of three layers, and the loss's own numbers

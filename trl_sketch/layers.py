@@ -311,7 +311,7 @@ class SketchState:
             for place, index in enumerate(indices):
                 group = self.groups[index]
                 if group.signs is None or group.signs.parts[0].device != self.keys.device:
-                    group.signs = drawn[place]
+                    group.signs = drawn[place].clone()
                 else:
                     group.signs.copy_(drawn[place])
 

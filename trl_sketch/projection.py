@@ -171,6 +171,10 @@ class Signs:
         """Those of one matrix, where several were drawn."""
         return Signs(self.kind, self.rank, self.in_features, tuple(part[index] for part in self.parts))
 
+    def clone(self) -> "Signs":
+        """A copy that has memory of its own."""
+        return Signs(self.kind, self.rank, self.in_features, tuple(part.clone() for part in self.parts))
+
     def copy_(self, other: "Signs") -> None:
         """Take over what was drawn for the same shapes; the tensors stay the same ones, as compiled code wants it."""
         for own, new in zip(self.parts, other.parts, strict=True):

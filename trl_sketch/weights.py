@@ -17,10 +17,10 @@ import torch
 from .projection import PROJECTIONS, SIGN_PROJECTIONS, Range, Signs, projection_basis, unit_words
 
 
-# Elements of a temporary: small enough to stay in a CPU's cache, 8 MiB on an accelerator. With what is computed on the way
+# Elements of a temporary: small enough to stay in a CPU's cache, 4 MiB on an accelerator. With what is computed on the way
 # an update takes four to six times as much, whatever the matrix and the rank.
 _BLOCK_ELEMENTS = {"cpu": 2**17}
-_BLOCK_ELEMENTS_DEFAULT = 2**21
+_BLOCK_ELEMENTS_DEFAULT = 2**20
 BASIS_ELEMENTS = 2**20  # of the columns of A that are drawn together
 _MAX_EXPONENT = 126
 _CPU_HAS_INT8 = torch.cpu._is_vnni_supported()  # else torch's int8 product is a plain loop
@@ -233,7 +233,7 @@ class SketchUpdate:
         if block_elements is None:
             block_elements = _BLOCK_ELEMENTS.get(weight.device.type, _BLOCK_ELEMENTS_DEFAULT)
         drawn = self.draw() if drawn is None else drawn
-        scale, negated = _power_of_two(self.exponent), -self.q
+        scale = _power_of_two(self.exponent)
         for part in row_blocks(cols, rank, BASIS_ELEMENTS):  # a row here is a column of A
             if isinstance(drawn, Signs):
                 basis = drawn.block((0, rank), part, sign_dtype(weight.device))
@@ -247,12 +247,12 @@ class SketchUpdate:
             integers = torch.empty(shape, dtype=torch.int32, device=weight.device)
             delta, new = (torch.empty(shape, dtype=torch.float32, device=weight.device) for _ in range(2))
             for start, stop in blocks:
-                n = stop - start
+                n, negated = stop - start, -self.q[start:stop]
                 if basis.dtype == torch.int8:
-                    torch._int_mm(negated[start:stop], basis, out=integers[:n])
+                    torch._int_mm(negated, basis, out=integers[:n])
                     delta[:n].copy_(integers[:n])
                 else:
-                    torch.mm(negated[start:stop].float(), basis, out=delta[:n])
+                    torch.mm(negated.float(), basis, out=delta[:n])
                     delta[:n].add_(0.0)  # +0.0 of every sum that is zero, in whatever order it was formed
                 delta[:n].mul_(scale[start:stop, None])
                 # Subtracted is the negated update: w - 0.0 is w, also where w is -0.0.

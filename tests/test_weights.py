@@ -17,7 +17,7 @@ MASK = 0xFFFFFFFF
 
 
 def add_(weight: torch.Tensor, delta: torch.Tensor, key: torch.Tensor, rows: tuple, cols: tuple) -> None:
-    subtract_(weight, -delta, unit_words(key, rows, cols))
+    subtract_(weight, -delta, torch.ones(len(delta), 1), unit_words(key, rows, cols))
 
 
 def key_of(seed: int = 0, step: int = 0, name: str = "w", stream: str = "rounding") -> torch.Tensor:

@@ -25,7 +25,7 @@ from .projection import Range
 from .sync.checksum import checksum
 
 
-_NORM_ELEMENTS = 2**22  # of a weight, that are squared together
+_NORM_ELEMENTS = 2**18  # of a weight on a CPU that are squared together: torch makes a copy in `dtype`, which stays in the cache
 
 
 def world_size() -> int:
@@ -72,8 +72,8 @@ def norms(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _square(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """‖matrix‖² in float64, 0-dim. By rows, because on a CPU torch makes a copy in `dtype` first."""
-    rows = max(1, _NORM_ELEMENTS // max(1, matrix.shape[1]))
+    """‖matrix‖² in float64, 0-dim."""
+    rows = max(1, _NORM_ELEMENTS // max(1, matrix.shape[1])) if matrix.device.type == "cpu" else len(matrix)
     parts = [torch.linalg.vector_norm(part, dtype=dtype).double().square() for part in matrix.split(rows)]
     return torch.stack(parts).sum()
 

@@ -75,9 +75,9 @@ def _row_and_col_words(key: torch.Tensor, rows: Range, cols: Range) -> tuple[tor
     i = torch.arange(*rows, dtype=torch.int32, device=key.device)
     j = torch.arange(*cols, dtype=torch.int32, device=key.device)
     # The key comes first: Inductor would fold `arange * constant` into the step of an arange, whose overflow is undefined.
-    row_words = hash_((i + key[..., None]) * _GOLDEN)
-    col_words = hash_((j + (key ^ _COLUMN_STREAM)[..., None]) * _GOLDEN)
-    return row_words[..., :, None], col_words[..., None, :]
+    counters = torch.cat([i + key[..., None], j + (key ^ _COLUMN_STREAM)[..., None]], dim=-1)
+    words = hash_(counters * _GOLDEN)  # of both at once: with so few numbers it is the calls that take time
+    return words[..., : len(i), None], words[..., None, len(i) :]
 
 
 def counter_hash(key: torch.Tensor, rows: Range, cols: Range) -> torch.Tensor:

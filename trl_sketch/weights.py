@@ -19,7 +19,7 @@ from .projection import PROJECTIONS, SIGN_PROJECTIONS, Range, Signs, projection_
 
 # Elements of a temporary: small enough to stay in a CPU's cache, 4 MiB on an accelerator. With what is computed on the way
 # an update takes four to six times as much, whatever the matrix and the rank.
-_BLOCK_ELEMENTS = {"cpu": 2**17}
+_BLOCK_ELEMENTS = {"cpu": 3 * 2**16}
 _BLOCK_ELEMENTS_DEFAULT = 2**20
 BASIS_ELEMENTS = 2**20  # of the columns of A that are drawn together
 _MAX_EXPONENT = 126
@@ -66,23 +66,25 @@ def dequantize(q: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
 def subtract_(
     weight: torch.Tensor,
     delta: torch.Tensor,
+    scale: torch.Tensor,
     words: tuple[torch.Tensor, torch.Tensor],
     work: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """`weight -= delta`, in place: stochastically rounded in bf16, an ordinary subtraction in fp32 and fp64.
+    """`weight -= delta * scale`, in place: stochastically rounded in bf16, one rounding to nearest in fp32 and fp64.
 
     Args:
         weight: A block `(m, n)` of the whole matrix, bf16, fp32 or fp64.
         delta: fp32 `(m, n)`.
+        scale: fp32 `(m, 1)`, powers of two, so that the product is exact and a fused multiply-add changes nothing.
         words: int32 `(m, 1)` and `(1, n)`, of [`unit_words`] for the block's rows and columns in the whole matrix.
         work: fp32 and int32 `(m, n)`, to be overwritten, if such are at hand.
     """
     if weight.dtype != torch.bfloat16:
-        weight.sub_(delta)
+        weight.addcmul_(delta.to(weight.dtype), scale.to(weight.dtype), value=-1)
         return
     new, offsets = work or (torch.empty_like(delta), torch.empty_like(delta, dtype=torch.int32))
     # Types are converted by operations of their own: one that mixes them takes three times as long on a CPU.
-    new.copy_(weight).sub_(delta)
+    new.copy_(weight).addcmul_(delta, scale, value=-1)
     # bf16 is the upper half of fp32: a uniform number added to the lower half carries with the probability of what is
     # cut off. Sign and magnitude are separate, so this rounds the magnitude, which is unbiased for both signs.
     torch.mul(*words, out=offsets).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
@@ -254,8 +256,7 @@ class SketchUpdate:
                 else:
                     torch.mm(negated.float(), basis, out=delta[:n])
                     delta[:n].add_(0.0)  # +0.0 of every sum that is zero, in whatever order it was formed
-                delta[:n].mul_(scale[start:stop, None])
                 # Subtracted is the negated update: w - 0.0 is w, also where w is -0.0.
                 block = columns[start - rows[0] : stop - rows[0]]
                 words = row_words[start - rows[0] : stop - rows[0]], col_words
-                subtract_(block, delta[:n], words, (new[:n], integers[:n]))
+                subtract_(block, delta[:n], scale[start:stop, None], words, (new[:n], integers[:n]))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from . import kernels
 from .projection import PROJECTIONS, SIGN_PROJECTIONS, Range, Signs, projection_basis, unit_words
 
 
@@ -232,6 +233,9 @@ class SketchUpdate:
             )
         if weight.dtype not in (torch.bfloat16, torch.float32, torch.float64):
             raise ValueError(f"{self.name}: weights must be bfloat16, float32 or float64, got {weight.dtype}")
+        if kernels.usable(self, weight):
+            kernels.apply_(self, weight, rows, cols)
+            return
         if block_elements is None:
             block_elements = _BLOCK_ELEMENTS.get(weight.device.type, _BLOCK_ELEMENTS_DEFAULT)
         drawn = self.draw() if drawn is None else drawn

@@ -49,7 +49,7 @@ def main() -> None:
     )
     result = run(trainer, job)
     trains = "an fp32 adapter beside every attention and MLP matrix; the model's own weights stay as they were"
-    report("lora", lora.lora_r, trains, trainer, job, result, script.plot_file)
+    report("lora", lora, lora.lora_r, trains, trainer, job, result)
 
 
 if __name__ == "__main__":

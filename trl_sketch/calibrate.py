@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from .config import SketchConfig
-from .model import _select
+from .model import select_layers
 from .projection import PROJECTIONS, make_projection
 
 
@@ -72,7 +72,7 @@ def calibrate(
     config = SketchConfig() if config is None else config
     moved = size = applied = 0.0
     weights = 0
-    selected = list(_select(model, config))
+    selected = list(select_layers(model, config))
     for name, layer in selected:
         if layer.weight.grad is None:
             raise ValueError(f"{name}.weight has no gradient: call backward() first, without freezing it")

@@ -33,7 +33,10 @@ METHOD_SETTINGS = (
     *("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "model_init_kwargs.dtype"),
 )
 # Where a run is, and which of several; not what it is.
-RUN_SETTINGS = ("seed", "data_seed", "output_dir", "logging_dir", "run_name", "plot_file", "resume_from_checkpoint")
+RUN_SETTINGS = (
+    *("seed", "data_seed", "projection_seed", "output_dir", "logging_dir", "run_name", "plot_file"),
+    "resume_from_checkpoint",
+)
 
 
 @dataclass
@@ -53,7 +56,7 @@ class RunRecord:
         log: For every step that was logged, in order: `step`, `seconds` since training began, `reward`, and whatever else was
             logged: `sketch/predicted_kl`, `sketch/realized_kl`, `sketch/kl_budget`, `sketch/alpha`; `time/rollout`,
             `time/update` and `time/sync`, the seconds of one step (the mean of those since the last entry); `memory/allocated`
-            in bytes. Non-finite numbers are written as null and read as None.
+            in bytes; `accuracy/greedy` and `accuracy/sampled` where the held-out problems were tried in between. Non-finite numbers are written as null and read as None.
         accuracy: Empty, or `before` and `after` training: `greedy` has the score of each held-out problem, in the order of
             `problems`; `sampled` a list of scores for each.
         problems: A [`problem_id`] for every held-out problem.

@@ -54,7 +54,7 @@ from trl_sketch import cli
 from trl_sketch.records import RunRecord
 
 
-DEFINITION, SWEEP_FILE = "ab.yaml", "sweep.json"
+DEFINITION, SWEEP_FILE, PAGE = "ab.yaml", "sweep.json", "comparison.md"
 SWEEP_SPLIT = "validation"
 CRITERION = "mean sampled accuracy after training"
 
@@ -77,11 +77,6 @@ class Method:
     @property
     def slug(self) -> str:
         return re.sub(r"[^a-z0-9]+", "-", self.label.lower()).strip("-")
-
-    @property
-    def own_value(self) -> dict[str, Any]:
-        """What its file says in the place of the swept settings."""
-        return {name: self.settings.get(name) for name in self.values[0]}
 
 
 @dataclass(frozen=True)
@@ -272,14 +267,22 @@ def print_sweep(methods: Sequence[Method], result: dict[str, Any]) -> None:
     console.print(table)
     for method in methods:
         found = result["methods"][method.label]
-        point = next(point for point in method.values if point[method.knob] == found["chosen"])
-        said = ", ".join(f"{name}: {value:g}" for name, value in point.items())
-        own = method.own_value
+        if len(found["values"]) > 1 and found["chosen"] in (min(found["values"]), max(found["values"])):
+            console.print(
+                f"{method.label}: {found['chosen']:g} is at the edge of what was tried: try values beyond it"
+            )
+    print_differences(methods, result)
+
+
+def print_differences(methods: Sequence[Method], result: dict[str, Any]) -> None:
+    """Say where a method's file has another value than the sweep has chosen."""
+    for method in methods:
+        chosen = result["methods"].get(method.label, {}).get("chosen")
+        point = next((point for point in method.values if point[method.knob] == chosen), {})
+        own = {name: method.settings.get(name) for name in point}
         if any(own[name] is None or float(own[name]) != value for name, value in point.items()):
-            now = ", ".join(f"{name}: {value}" for name, value in own.items())
-            console.print(f"{method.label}: the best is {said}, and its file says {now}. Change the file.")
-        if found["chosen"] in (min(found["values"]), max(found["values"])) and len(found["values"]) > 1:
-            console.print(f"{method.label}: the best, {said}, is at the edge of what was tried. Try values beyond it.")
+            said, now = (", ".join(f"{name}: {value}" for name, value in what.items()) for what in (point, own))
+            console.print(f"{method.label}: the sweep chose {said}, and its file says {now}: change the file")
 
 
 # ------------------------------------------------------------------------------------------------------------- main
@@ -333,12 +336,15 @@ def run_ab(experiment: Experiment, methods: list[Method], seeds: Sequence[int], 
     """All methods and seeds, and the page."""
     runs = ab_runs(experiment, methods, seeds, output)
     failed = run_all(runs, output, console, jobs)
-    folders = [str(run.folder) for run in runs if run.is_finished]
+    folders = [run.folder for run in runs if run.is_finished]
     status = 0
-    if len(folders) > 1 and "compare" in cli.COMMANDS:
+    if len({folder.parent for folder in folders}) > 1:  # of two methods
+        options: list[str] = []
         sweep = experiment.folder / SWEEP_FILE
-        options = ["--sweep", str(sweep)] if sweep.is_file() else []
-        status = cli.main(["compare", *folders, "--output", str(output / "page"), *options])
+        if sweep.is_file():
+            options += ["--sweep", str(sweep)]
+            print_differences(methods, json.loads(sweep.read_text()))
+        status = cli.main(["compare", *map(str, folders), "--output", str(output / PAGE), *options])
     return _report(failed, len(runs)) or status
 
 

@@ -3,14 +3,15 @@
 import resource
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 from trl import GRPOTrainer
 
 from trl_sketch import SketchOptimizer
@@ -59,6 +60,15 @@ class Clock(TrainerCallback):
 
         return timed
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """What is done within the block, between two steps, takes no time."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._begin += self._now() - start
+
     def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -101,11 +111,16 @@ class Clock(TrainerCallback):
         entry = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
         entry["memory/allocated"] = max(step["memory/allocated"] for step in steps)
         entry["seconds"] = self.seconds
-        for log in (logs, state.log_history[-1]):  # the second is filled from the first before callbacks see it
-            log.update(entry)
+        add_to_log(logs, state, entry)
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self.seconds = self._before + self._now() - self._begin
+
+
+def add_to_log(logs: dict[str, float], state: TrainerState, entry: dict[str, float]) -> None:
+    """Add to what is logged; the history is filled from it before callbacks see it."""
+    logs.update(entry)
+    state.log_history[-1].update(entry)
 
 
 def memory_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:

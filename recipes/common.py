@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 import torch
 import transformers
-from clock import Clock
+from clock import Clock, add_to_log
 from datasets import Dataset, DatasetDict, load_dataset
 from embedded import (
     DIGITS,
@@ -90,6 +90,13 @@ class ScriptArguments:
     )
     num_eval_problems: int = field(
         default=512, metadata={"help": "Held-out problems to evaluate on before and after training; 0: none."}
+    )
+    accuracy_every: int | None = field(
+        default=None,
+        metadata={
+            "help": "Optimizer steps between measurements of accuracy in the course of training; logged with the next step that "
+            "is, and not part of its time. Default: none but before and after."
+        },
     )
     plot_file: str = field(default="reward.png", metadata={"help": "File of the reward curve, inside output_dir."})
     save_trained_model: bool = field(default=True, metadata={"help": "Save the trained model into output_dir."})
@@ -294,6 +301,27 @@ class RewardBar(TrainerCallback):
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
+class AccuracyMeter(TrainerCallback):
+    """Adds `accuracy/greedy` and `accuracy/sampled` on the held-out problems to the log, every so many steps."""
+
+    def __init__(self, trainer: GRPOTrainer, job: Job, clock: Clock) -> None:
+        self.trainer, self.job, self.clock = trainer, job, clock
+        self._measured: dict[str, float] = {}
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.insert(callbacks.index(clock) + 1, self)  # behind the end of a step's time, before those that report
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if state.global_step % self.job.script.accuracy_every == 0 and state.global_step < state.max_steps:
+            with self.clock.stopped():
+                found = accuracy(self.trainer, self.job)
+            self._measured = {"accuracy/greedy": found.greedy, "accuracy/sampled": found.sampled}
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if "loss" in (logs or {}):
+            add_to_log(logs, state, self._measured)
+            self._measured = {}
+
+
 @dataclass
 class Result:
     """What a run reached."""
@@ -309,6 +337,8 @@ def run(trainer: GRPOTrainer, job: Job) -> Result:
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(RewardBar())
     clock = Clock(trainer)
+    if job.script.accuracy_every and job.held_out:
+        AccuracyMeter(trainer, job, clock)
     say_where(trainer)
     before = accuracy(trainer, job)
     resume = trainer.args.resume_from_checkpoint

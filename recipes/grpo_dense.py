@@ -35,13 +35,16 @@ class DenseArguments:
         },
     )
 
-
-def freeze_all_but(model: nn.Module, targets: list[str]) -> None:
-    """Freeze all but the matrices that a sketch with these `target_modules` trains."""
-    layers = dict(select_layers(model, SketchConfig(target_modules=None if targets == ["all-linear"] else targets)))
-    model.requires_grad_(False)
-    for layer in layers.values():
-        layer.weight.requires_grad_(True)
+    def freeze_the_rest(self, model: nn.Module) -> None:
+        """Freeze all but the matrices that a sketch with these `target_modules` trains, if any are named."""
+        targets = self.dense_target_modules
+        if targets is None:
+            return
+        layers = select_layers(model, SketchConfig(target_modules=None if targets == ["all-linear"] else targets))
+        chosen = [layer.weight for _, layer in layers]
+        model.requires_grad_(False)
+        for weight in chosen:
+            weight.requires_grad_(True)
 
 
 def main() -> None:
@@ -53,12 +56,9 @@ def main() -> None:
         args=training,
         train_dataset=job.train,
     )
-    trains = "every weight, embeddings, norms and LM head included, in fp32 (the table counts the matrices only)"
-    if dense.dense_target_modules:
-        freeze_all_but(trainer.model, dense.dense_target_modules)
-        trains = "the matrices that a sketch trains, in fp32; embeddings, norms and LM head stay as they were"
+    dense.freeze_the_rest(trainer.model)
     result = run(trainer, job)
-    report("dense", dense, COMPARED_RANK, trains, trainer, job, result)
+    report("dense", dense, COMPARED_RANK, trainer, job, result)
 
 
 if __name__ == "__main__":

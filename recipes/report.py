@@ -17,6 +17,12 @@ from trl_sketch.records import RunRecord, package_versions, problem_id
 
 
 METHODS = {"sketch": "gradient sketch", "lora": "LoRA", "dense": "dense AdamW"}
+TRAINED = {
+    "sketch": "every attention and MLP matrix; embeddings, norms and LM head stay as they were",
+    "lora": "an fp32 adapter beside every attention and MLP matrix; the model's own weights stay as they were",
+    "dense": "every weight, embeddings, norms and LM head included (the table counts the matrices only)",
+    "same matrices": "the matrices that a sketch trains; embeddings, norms and LM head stay as they were",
+}
 
 
 def matrix_shapes(model: nn.Module, rank: int) -> list[tuple[int, int, int]]:
@@ -45,14 +51,17 @@ def state_bytes(shapes: list[tuple[int, int, int]]) -> dict[str, tuple[int, int]
     }
 
 
-def report(method: str, settings: Any, rank: int, trains: str, trainer: GRPOTrainer, job: Job, result: Result) -> None:
+def is_partly_frozen(model: nn.Module) -> bool:
+    return any(not parameter.requires_grad for parameter in model.parameters())
+
+
+def report(method: str, settings: Any, rank: int, trainer: GRPOTrainer, job: Job, result: Result) -> None:
     """Print accuracies, training state, time and files; write the plot and `run.json` into the output folder.
 
     Args:
         method: `sketch`, `lora` or `dense`.
         settings: The method's own, a dataclass.
         rank: Of the sketch or the adapter; for `dense`, the one that the others are compared at.
-        trains: Which parameters this run trained, in words.
     """
     if not trainer.is_world_process_zero():
         return
@@ -79,7 +88,8 @@ def report(method: str, settings: Any, rank: int, trains: str, trainer: GRPOTrai
         table.add_row(*cells, style="bold" if name == method else None)
     console.print(table)
 
-    console.print(f"Trained  {trains}")
+    trains = "same matrices" if method == "dense" and is_partly_frozen(trainer.model) else method
+    console.print(f"Trained  {TRAINED[trains]}")
     console.print(f"Time     {result.clock.seconds:.0f} s, up to step {trainer.state.global_step}")
     console.print(f"Model    {output if job.script.save_trained_model else 'not saved'}")
     console.print(f"Plot     {output / plot_file if has_rewards else 'none: no step was logged'}")

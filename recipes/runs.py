@@ -136,7 +136,7 @@ def run_all(runs: Sequence[Run], output: Path, console: Console, jobs: int = 1) 
         waiting = [run for run in runs if not run.is_finished]
         if len(waiting) < len(runs):
             console.print(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished already")
-        return _run_waiting(waiting, console, jobs)
+        return _run_waiting(waiting, console, jobs) if waiting else []
 
 
 def _run_waiting(waiting: list[Run], console: Console, jobs: int) -> list[Run]:
@@ -167,8 +167,8 @@ def _run_waiting(waiting: list[Run], console: Console, jobs: int) -> list[Run]:
                     done += 1
                     seconds = time.monotonic() - started
                     if process.returncode == 0 and run.is_finished:
-                        left = "" if console.is_terminal else f", {_left(done, total, begin)}"
-                        console.print(f"{done}/{total}  {escape(run.name)}: {seconds:.0f} s{left}")
+                        left = "" if console.is_terminal else _left(done, total, begin)
+                        console.print(f"{done}/{total}  {escape(run.name)}: {seconds:.0f} s  {left}")
                     else:
                         failed.append(run)
                         _report_failure(run, process.returncode, console)

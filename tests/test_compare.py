@@ -334,7 +334,7 @@ def test_settings_that_differ_are_named_with_both_values_and_folders(
     page = output.read_text()
     assert "> **These runs differ in more than the method.**" in page
     assert re.search(r"> \* num_generations: 8 in \S+, 4 in \S+dense-1", page)
-    assert "num_generations: 8" not in page.split("Alike in all runs:")[1].split("```\n")[0]
+    assert "num_generations: 8" not in page.split("alike in all runs")[1].split("```\n")[0]
 
 
 def test_a_methods_own_settings_are_the_same_for_its_seeds(

@@ -206,11 +206,9 @@ def test_sampling_ignores_the_checkpoints_own(policy_folder: str, data: Path, tm
 def test_chats_system_prompts_and_other_columns(
     policy_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[dict[str, Any]] = []
-    module = tmp_path / "seeing_reward.py"
-    module.write_text(
-        "seen = []\ndef reward(**given):\n    seen.append(given)\n    return [None] * len(given['completions'])\n"
-    )
+    module, seen = tmp_path / "seeing.py", tmp_path / "seen.json"
+    see = f"    open({str(seen)!r}, 'w').write(json.dumps(given))\n    return [None] * len(given['completions'])\n"
+    module.write_text(f"import json\n\ndef reward(**given):\n{see}")
     file = tmp_path / "chats.jsonl"
     rows = [{"prompt": "ab", "answer": "a", "task": "t0"}, {"prompt": "ab", "answer": "b", "task": "t1"}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -176,7 +176,6 @@ def _by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
 def _check_alike(methods: dict[str, list[Run]], allow: Sequence[str]) -> list[str]:
     """Sentences about the differences that were allowed."""
     everyone = [run for members in methods.values() for run in members]
-    _check_problems(everyone)
     found: dict[str, str] = {}
     for members in methods.values():  # of one method, all seeds have the same settings
         for run in members[1:]:
@@ -192,6 +191,7 @@ def _check_alike(methods: dict[str, list[Run]], allow: Sequence[str]) -> list[st
             f"these runs differ in more than the method:\n  {listed}{more}\nRun them with the same settings. Or, if the "
             f"difference is meant, let it through, and the page will say so: --allow {' '.join(refused[:_MOST_SHOWN])}"
         )
+    _check_problems(everyone)
     return [found[name] for name in found if is_allowed[name]]
 
 

@@ -20,7 +20,7 @@ from .comparison import (
     seconds_per_step,
     smoothing_window,
 )
-from .comparison_page import parts_of, size_of, unit_for
+from .comparison_page import PARTS, parts_of, size_of, unit_for
 from .statistics import LEVEL, bootstrap_interval
 
 
@@ -28,9 +28,9 @@ from .statistics import LEVEL, bootstrap_interval
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 _STYLES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)), (0, (7, 2)), (0, (3, 1)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_STACK = ("#BBBBBB", "#332288", "#88CCEE", "#44AA99", "#DDCC77", "#AA4499", "#882255")  # Tol's, for parts of bars
-_PART_COLORS = dict(zip(("weights", "adapter", "gradient", "optimizer"), _STACK, strict=False))
-_TIME_COLORS = {"rollout": _STACK[1], "update": _STACK[3], "sync": _STACK[5], "rest": _STACK[0]}
+_STACK = ("#BBBBBB", "#332288", "#88CCEE", "#DDCC77", "#44AA99", "#AA4499", "#882255")  # Tol's, for parts of bars
+_PART_COLORS = dict(zip(PARTS, _STACK, strict=False))
+_TIME_COLORS = {"rollout": _STACK[1], "update": _STACK[4], "sync": _STACK[5], "rest": _STACK[0]}
 _BELOW: dict[str, Any] = {"loc": "upper right", "bbox_to_anchor": (1.0, -0.22), "fontsize": 9, "columnspacing": 1.2}
 _LOOKS: dict[str, Any] = {
     **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25},
@@ -158,11 +158,12 @@ def _stack(
     """A horizontal bar for each row, of its parts one behind the other; `ends` is written behind the bars."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     left = np.zeros(len(rows))
+    visible = 0.003 * max(sum(row.values()) for row in rows)
     for name in names:
         sizes = np.array([row.get(name, 0.0) for row in rows])
-        if sizes.any():
+        if sizes.max() > visible:
             axis.barh(range(len(rows)), sizes, 0.62, left=left, color=colors[name], label=name)
-            left += sizes
+        left += sizes
     for y, (total, said) in enumerate(zip(left, ends, strict=True)):
         axis.annotate(said, (total, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
     _name_rows(axis, labels)
@@ -182,7 +183,7 @@ def _memory(comparison: Comparison, axis: Any) -> None:
     parts = parts_of(comparison)
     scale, unit = unit_for(max(sum(memory.values()) for memory in memories))
     others = [part for part in parts if part not in _PART_COLORS]
-    colors = _PART_COLORS | {part: _STACK[4 + i % 3] for i, part in enumerate(others)}
+    colors = _PART_COLORS | {part: _STACK[5 + i % 2] for i, part in enumerate(others)}
     rows = [{part: memory.get(part, 0) / scale for part in parts} for memory in memories]
     _stack(axis, rows, colors, [*comparison.methods], [size_of(sum(memory.values())) for memory in memories])
     axis.set(title="Memory of the tensors", xlabel=unit)
@@ -207,7 +208,7 @@ def _time(comparison: Comparison, axis: Any) -> None:
         own = [seconds_per_step(run) for run in runs]
         names = dict.fromkeys(name for name in _TIME_COLORS if any(name in parts for parts in own))
         rows.append({name: float(np.mean([parts.get(name, 0.0) for parts in own])) for name in names})
-    ends = [f"{sum(row.values()):.3g} s" for row in rows]
+    ends = [f"{sum(row.values()):#.3g} s" for row in rows]
     _stack(axis, rows, _TIME_COLORS, [*comparison.methods], ends)
     axis.set(title="Time of a step", xlabel="seconds")
 

@@ -12,7 +12,7 @@ from .records import WHENS
 from .statistics import LEVEL, RESAMPLES, bootstrap_interval
 
 
-PARTS = ("weights", "adapter", "gradient", "optimizer")  # in this order; others follow
+PARTS = ("weights", "adapter", "gradient", "sketch", "optimizer")  # in this order; others follow
 _UNITS = ((1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB"))
 
 
@@ -169,7 +169,9 @@ def _settings(comparison: Comparison) -> list[str]:
     record = comparison.runs[0].record
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     lines = ["## Settings", "", f"Seeds {', '.join(map(str, comparison.seeds))}; {record.device}; {versions}.", ""]
-    lines += ["Alike in all runs:", "", *_yaml(comparison.shared_settings())]
+    shared = comparison.shared_settings()
+    lines += ["<details>", f"<summary>{len(shared)} settings alike in all runs</summary>", "", *_yaml(shared)]
+    lines += ["</details>", ""]
     for label in comparison.methods:
         lines += [f"{label}:", "", *_yaml(comparison.settings_of(label))]
     return lines

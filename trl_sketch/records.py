@@ -60,8 +60,8 @@ class RunRecord:
         accuracy: Empty, or `before` and `after` training: `greedy` has the score of each held-out problem, in the order of
             `problems`; `sampled` a list of scores for each.
         problems: A [`problem_id`] for every held-out problem.
-        memory: Bytes of the tensors by part: `weights`, `gradient` (dense, sketch or adapter's), `optimizer` (moments),
-            `adapter`, and others under their own names.
+        memory: Bytes of the tensors by part: `weights`, `adapter`, `gradient` (dense or the adapter's), `sketch`, `optimizer`
+            (moments), and others under their own names.
         peak_bytes: The most that the process (on a GPU, the allocator) held while training; 0 if it was not measured.
         mean_bytes: What it held on average.
         seconds: That training took.

@@ -10,14 +10,20 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test lint clean
+.PHONY: help demo ab ab-sweep test lint clean
 
 help: ## List the targets (the default)
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY) ## Train a tiny model with GRPO from gradient sketches; no GPU, no downloads but packages
 	$(PYTHON) -m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		recipes/grpo_sketch.py
+
+ab: $(READY) ## Compare sketch, LoRA and dense AdamW on the demo's task, five seeds each; stop it and go on at any time
+	$(PYTHON) recipes/ab.py recipes/embedded
+
+ab-sweep: $(READY) ## Search for the step size of each of these methods, on other seeds and other problems
+	$(PYTHON) recipes/ab.py recipes/embedded --sweep
 
 test: lint $(VLLM) ## Run lint and the whole test suite (PYTEST_ARGS="-n 2 ..." to change how)
 	$(PYTHON) -m pytest $(PYTEST_ARGS)

@@ -8,16 +8,17 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import datasets
 import torch
 import transformers
+from clock import Clock, add_to_log
 from datasets import Dataset, DatasetDict, load_dataset
 from embedded import (
     DIGITS,
     Accuracy,
+    Split,
     WarmStart,
     evaluate,
     make_problems,
@@ -36,6 +37,7 @@ from trl_sketch import SketchGRPOConfig
 
 
 EMBEDDED = Path(__file__).parent / "embedded"  # the YAML files of the embedded default
+EMBEDDED_SPLITS: dict[str, Split] = {"test": "held_out", "validation": "validation"}
 PACKAGED_MODELS = {"smollm2-135m": smollm2_folder}  # names of models that a package carries
 FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -67,7 +69,10 @@ class ScriptArguments:
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
     dataset_test_split: str = field(
         default="test",
-        metadata={"help": "Split to evaluate on. A dataset without it has problems held out of training."},
+        metadata={
+            "help": "Split to evaluate on; validation is for choosing settings. A dataset without it has problems held out "
+            "of training. The embedded task has both."
+        },
     )
     max_prompt_length: int | None = field(
         default=None,
@@ -86,7 +91,15 @@ class ScriptArguments:
     num_eval_problems: int = field(
         default=512, metadata={"help": "Held-out problems to evaluate on before and after training; 0: none."}
     )
+    accuracy_every: int | None = field(
+        default=None,
+        metadata={
+            "help": "Optimizer steps between measurements of accuracy in the course of training; logged with the next step that "
+            "is, and not part of its time. Default: none but before and after."
+        },
+    )
     plot_file: str = field(default="reward.png", metadata={"help": "File of the reward curve, inside output_dir."})
+    save_trained_model: bool = field(default=True, metadata={"help": "Save the trained model into output_dir."})
 
 
 def parse_arguments(default_config: str, *method: type) -> tuple[Any, ...]:
@@ -109,6 +122,10 @@ def parse_arguments(default_config: str, *method: type) -> tuple[Any, ...]:
         parser.error("--model_name_or_path needs --dataset_name: the embedded problems suit the embedded model only")
     if script.dataset_name and not script.model_name_or_path:
         parser.error("--dataset_name needs --model_name_or_path: the embedded model knows digits only")
+    if not script.model_name_or_path and script.dataset_test_split not in EMBEDDED_SPLITS:
+        parser.error(
+            f"--dataset_test_split {script.dataset_test_split}: the embedded task has {' and '.join(EMBEDDED_SPLITS)}"
+        )
     unknown = [name for name in script.rewards if name not in REWARDS]
     if unknown:
         parser.error(f"--rewards {' '.join(unknown)}: it must be among {', '.join(REWARDS)}")
@@ -156,6 +173,7 @@ def be_quiet() -> None:
 class Job:
     """What is trained, on what, and how it is judged."""
 
+    script: ScriptArguments
     model: str  # folder or Hub name, for the trainer to load
     train: Dataset  # columns prompt and answer
     held_out: list[dict[str, Any]]  # problems that are not in `train`
@@ -174,14 +192,14 @@ def prepare(script: ScriptArguments, training: GRPOConfig) -> Job:
             tokenizer = AutoTokenizer.from_pretrained(model)
             train = train.filter(lambda row: prompt_length(tokenizer, row["prompt"]) <= script.max_prompt_length)
         title = f"{script.model_name_or_path} on {script.dataset_name}"
-        return Job(model, train, held_out, rewards, title)
+        return Job(script, model, train, held_out, rewards, title)
 
     torch.set_num_threads(1)  # a second thread makes so small a model slower, on a busy machine many times
     with training.main_process_first(desc="warm start"):
         model = warm_start_model(WarmStart(seed=training.seed), progress=training.process_index == 0)
     train = Dataset.from_list(make_problems("train", 8192, seed=training.seed))
-    held_out = make_problems("held_out", script.num_eval_problems)
-    return Job(model, train, held_out, rewards, f"Sorting {DIGITS} digits, embedded model")
+    held_out = make_problems(EMBEDDED_SPLITS[script.dataset_test_split], script.num_eval_problems)
+    return Job(script, model, train, held_out, rewards, f"Sorting {DIGITS} digits, embedded model")
 
 
 def load_problems(script: ScriptArguments) -> tuple[Dataset, list[dict[str, Any]]]:
@@ -217,12 +235,21 @@ def load_problems(script: ScriptArguments) -> tuple[Dataset, list[dict[str, Any]
             f"{name} lacks the columns {sorted(missing)}; it has {train.column_names}: rename or map them"
         )
     count = script.num_eval_problems
+    if count == 0:
+        return train, []
     if script.dataset_test_split in data:
         test = data[script.dataset_test_split]
-    elif count:
-        parts = train.train_test_split(test_size=min(count, math.ceil(len(train) / 10)), seed=0)
-        train, test = parts["train"], parts["test"]
-    return train, test.select(range(min(count, len(test)))).to_list() if count else []
+    else:
+        train, test = hold_out(train, count)
+        if script.dataset_test_split == "validation" and "test" not in data:
+            train, test = hold_out(train, count)  # others than those that a run without this split is judged on
+    return train, test.select(range(min(count, len(test)))).to_list()
+
+
+def hold_out(problems: Dataset, count: int) -> tuple[Dataset, Dataset]:
+    """All but `count` problems (but no more than a tenth of them), and those; always the same ones."""
+    parts = problems.train_test_split(test_size=min(count, math.ceil(len(problems) / 10)), seed=0)
+    return parts["train"], parts["test"]
 
 
 def prompt_length(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]]) -> int:
@@ -274,13 +301,34 @@ class RewardBar(TrainerCallback):
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
+class AccuracyMeter(TrainerCallback):
+    """Adds `accuracy/greedy` and `accuracy/sampled` on the held-out problems to the log, every so many steps."""
+
+    def __init__(self, trainer: GRPOTrainer, job: Job, clock: Clock) -> None:
+        self.trainer, self.job, self.clock = trainer, job, clock
+        self._measured: dict[str, float] = {}
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.insert(callbacks.index(clock) + 1, self)  # behind the end of a step's time, before those that report
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if state.global_step % self.job.script.accuracy_every == 0 and state.global_step < state.max_steps:
+            with self.clock.stopped():
+                found = accuracy(self.trainer, self.job)
+            self._measured = {"accuracy/greedy": found.greedy, "accuracy/sampled": found.sampled}
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if "loss" in (logs or {}):
+            add_to_log(logs, state, self._measured)
+            self._measured = {}
+
+
 @dataclass
 class Result:
     """What a run reached."""
 
     before: Accuracy | None  # None where there are no held-out problems
     after: Accuracy | None
-    training_seconds: float
+    clock: Clock
 
 
 def run(trainer: GRPOTrainer, job: Job) -> Result:
@@ -288,17 +336,19 @@ def run(trainer: GRPOTrainer, job: Job) -> Result:
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(RewardBar())
+    clock = Clock(trainer)
+    if job.script.accuracy_every and job.held_out:
+        AccuracyMeter(trainer, job, clock)
     say_where(trainer)
     before = accuracy(trainer, job)
-    start = perf_counter()
     resume = trainer.args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
-    seconds = perf_counter() - start
     after = accuracy(trainer, job)
-    if trainer.is_fsdp_enabled:  # an ordinary model, however the checkpoints were written
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.save_model()
-    return Result(before, after, seconds)
+    if job.script.save_trained_model:
+        if trainer.is_fsdp_enabled:  # an ordinary model, however the checkpoints were written
+            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        trainer.save_model()
+    return Result(before, after, clock)
 
 
 def say_where(trainer: GRPOTrainer) -> None:

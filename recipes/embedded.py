@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -64,10 +65,19 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Shares of right answers, 0 to 1."""
+    """Scores, 0 to 1, of a model's answers to problems, and their means."""
 
-    greedy: float
-    sampled: float  # mean over several samples a problem, at temperature 1
+    greedy_scores: list[float]  # of one answer a problem
+    sampled_scores: list[list[float]]  # of several a problem, at temperature 1
+
+    @property
+    def greedy(self) -> float:
+        return fmean(self.greedy_scores)
+
+    @property
+    def sampled(self) -> float:
+        """NaN if nothing was sampled."""
+        return fmean(score for scores in self.sampled_scores for score in scores) if self.sampled_scores else math.nan
 
 
 # ---------------------------------------------------------------------------------------------------------------- task
@@ -251,11 +261,11 @@ def evaluate(
     max_new_tokens: int = MAX_NEW_TOKENS,
     batch_size: int = 512,
 ) -> Accuracy:
-    """Mean reward of the model's answers to `problems`, which have the keys `prompt` (text or chat) and `answer`.
+    """Rewards of the model's answers to `problems`, which have the keys `prompt` (text or chat) and `answer`.
 
-    `greedy` takes one answer per problem, `sampled` the mean over `samples` answers per problem at temperature 1 without
-    top-k or top-p (NaN if `samples` is 0). At most `batch_size` answers are generated at a time. Sampling starts from a
-    fixed seed; the caller's random state and the model's train or eval mode stay as they were.
+    One greedy answer per problem, and `samples` answers at temperature 1 without top-k or top-p. At most `batch_size` answers
+    are generated at a time. Sampling starts from a fixed seed; the caller's random state and the model's train or eval mode
+    stay as they were.
     """
     was_training = model.training
     model.eval()
@@ -263,23 +273,23 @@ def evaluate(
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
         options = {"reward": reward, "batch_size": batch_size, "max_new_tokens": max_new_tokens}
-        greedy = _mean_reward(model, tokenizer, problems, **options, do_sample=False)
+        greedy = _rewards(model, tokenizer, problems, **options, do_sample=False)
         repeated = [problem for problem in problems for _ in range(samples)]
         sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        sampled = _mean_reward(model, tokenizer, repeated, **options, **sampling) if samples else math.nan
+        sampled = _rewards(model, tokenizer, repeated, **options, **sampling) if samples else []
     model.train(was_training)
-    return Accuracy(greedy, sampled)
+    return Accuracy(greedy, [sampled[i : i + samples] for i in range(0, len(sampled), samples or 1)])
 
 
-def _mean_reward(
+def _rewards(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     problems: list[dict[str, Any]],
     reward: Callable[..., list[float | None]],
     batch_size: int,
     **generation: Any,
-) -> float:
-    """Mean reward over one generated answer per problem; an answer that cannot be scored (None) counts as 0."""
+) -> list[float]:
+    """The reward of one generated answer per problem; an answer that cannot be scored (None) counts as 0."""
     scores: list[float] = []
     for start in range(0, len(problems), batch_size):
         batch = problems[start : start + batch_size]
@@ -289,7 +299,7 @@ def _mean_reward(
         completions = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         columns["prompts"] = columns.pop("prompt")  # TRL's name for it
         scores += [score or 0.0 for score in reward(completions=completions, **columns)]
-    return sum(scores) / len(scores)
+    return scores
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompts: list[Any]) -> BatchEncoding:

@@ -29,27 +29,29 @@ class LoraArguments:
         metadata={"help": "Names of the layers to adapt. Default: every linear layer but the LM head."},
     )
 
+    def peft_config(self) -> LoraConfig:
+        targets = self.lora_target_modules
+        return LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            target_modules=targets[0] if targets == ["all-linear"] else targets,
+        )
+
 
 def main() -> None:
     script, training, lora = parse_arguments("lora.yaml", LoraArguments)
     job = prepare(script, training)
-    targets = lora.lora_target_modules
     trainer = BaselineGRPOTrainer(
         model=job.model,
         reward_funcs=job.rewards,
         args=training,
         train_dataset=job.train,
-        peft_config=LoraConfig(
-            task_type="CAUSAL_LM",
-            r=lora.lora_r,
-            lora_alpha=lora.lora_alpha,
-            lora_dropout=lora.lora_dropout,
-            target_modules=targets[0] if targets == ["all-linear"] else targets,
-        ),
+        peft_config=lora.peft_config(),
     )
     result = run(trainer, job)
-    trains = "an fp32 adapter beside every attention and MLP matrix; the model's own weights stay as they were"
-    report("lora", lora.lora_r, trains, trainer, job, result, script.plot_file)
+    report("lora", lora, lora.lora_r, trainer, job, result)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,7 @@ def main() -> None:
         peft_config=sketch,
     )
     result = run(trainer, job)
-    trains = "every attention and MLP matrix, in bfloat16; embeddings, norms and LM head stay as they were"
-    report("sketch", sketch.rank, trains, trainer, job, result, script.plot_file)
+    report("sketch", sketch, sketch.rank, trainer, job, result)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,28 @@
-"""What a recipe leaves at its end: a table of accuracies, one of bytes, the plot and `result.json`."""
+"""What a recipe leaves at its end: a table of accuracies, one of bytes, the plot and the record `run.json`."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import torch
 from common import Job, Result, console
 from rich.table import Table
 from torch import nn
 from trl import GRPOTrainer
 
 from trl_sketch.layers import SketchLinear
+from trl_sketch.records import RunRecord, package_versions, problem_id
+
+
+METHODS = {"sketch": "gradient sketch", "lora": "LoRA", "dense": "dense AdamW"}
+TRAINED = {
+    "sketch": "every attention and MLP matrix; embeddings, norms and LM head stay as they were",
+    "lora": "an fp32 adapter beside every attention and MLP matrix; the model's own weights stay as they were",
+    "dense": "every weight, embeddings, norms and LM head included (the table counts the matrices only)",
+    "same matrices": "the matrices that a sketch trains; embeddings, norms and LM head stay as they were",
+}
 
 
 def matrix_shapes(model: nn.Module, rank: int) -> list[tuple[int, int, int]]:
@@ -39,25 +51,24 @@ def state_bytes(shapes: list[tuple[int, int, int]]) -> dict[str, tuple[int, int]
     }
 
 
-def report(
-    method: str, rank: int, trains: str, trainer: GRPOTrainer, job: Job, result: Result, plot_file: str
-) -> None:
-    """Print accuracies, training state, time and files; write the plot and `result.json` into the output folder.
+def is_partly_frozen(model: nn.Module) -> bool:
+    return any(not parameter.requires_grad for parameter in model.parameters())
+
+
+def report(method: str, settings: Any, rank: int, trainer: GRPOTrainer, job: Job, result: Result) -> None:
+    """Print accuracies, training state, time and files; write the plot and `run.json` into the output folder.
 
     Args:
         method: `sketch`, `lora` or `dense`.
+        settings: The method's own, a dataclass.
         rank: Of the sketch or the adapter; for `dense`, the one that the others are compared at.
-        trains: Which parameters this run trained, in words.
     """
     if not trainer.is_world_process_zero():
         return
-    output = Path(trainer.args.output_dir)
+    output, plot_file = Path(trainer.args.output_dir), job.script.plot_file
     has_rewards = any("reward" in log for log in trainer.state.log_history)
     if has_rewards:
         plot(trainer.state.log_history, job, result, output / plot_file)
-    (output / "result.json").write_text(
-        json.dumps({"method": method, "rank": rank, **asdict(result)}, indent=2) + "\n"
-    )
 
     if result.before and result.after:
         table = Table(title=job.title, title_justify="left")
@@ -68,20 +79,53 @@ def report(
         table.add_row("sampled at temperature 1", f"{result.before.sampled:.1%}", f"{result.after.sampled:.1%}")
         console.print(table)
 
-    names = {"sketch": "gradient sketch", "lora": "LoRA", "dense": "dense AdamW"}
     table = Table(title=f"Bytes for the attention and MLP matrices, rank {rank}", title_justify="left")
     table.add_column("")
     for column in ("weights", "training state", "together"):
         table.add_column(column, justify="right")
     for name, (weights, state) in state_bytes(matrix_shapes(trainer.model, rank)).items():
-        cells = [names[name], f"{weights:,}", f"{state:,}", f"{weights + state:,}"]
+        cells = [METHODS[name], f"{weights:,}", f"{state:,}", f"{weights + state:,}"]
         table.add_row(*cells, style="bold" if name == method else None)
     console.print(table)
 
-    console.print(f"Trained  {trains}")
-    console.print(f"Time     {result.training_seconds:.0f} s, up to step {trainer.state.global_step}")
-    console.print(f"Model    {output}")
+    trains = "same matrices" if method == "dense" and is_partly_frozen(trainer.model) else method
+    console.print(f"Trained  {TRAINED[trains]}")
+    console.print(f"Time     {result.clock.seconds:.0f} s, up to step {trainer.state.global_step}")
+    console.print(f"Model    {output if job.script.save_trained_model else 'not saved'}")
     console.print(f"Plot     {output / plot_file if has_rewards else 'none: no step was logged'}")
+    file = record(trainer.args.run_name or METHODS[method], settings, trainer, job, result).write(output)
+    console.print(f"Record   {file}")
+
+
+def record(label: str, settings: Any, trainer: GRPOTrainer, job: Job, result: Result) -> RunRecord:
+    """All of the run that a comparison needs."""
+    args, state, clock = trainer.args, trainer.state, result.clock
+    asked = json.loads(json.dumps(asdict(job.script) | args.to_dict(), default=str))
+    numbers = [{k: v for k, v in log.items() if isinstance(v, int | float)} for log in state.log_history]
+    accuracy = {}
+    if result.before and result.after:
+        accuracy = {
+            when: {"greedy": scores.greedy_scores, "sampled": scores.sampled_scores}
+            for when, scores in (("before", result.before), ("after", result.after))
+        }
+    device = torch.cuda.get_device_name() if args.device.type == "cuda" else ""
+    return RunRecord(
+        label=label,
+        seed=args.seed,
+        settings=asked,
+        method=json.loads(json.dumps(asdict(settings), default=str)),
+        versions=package_versions(),
+        device=f"cuda: {device}" if device else args.device.type,
+        steps=state.global_step,
+        planned_steps=state.max_steps,
+        log=[log for log in numbers if "seconds" in log],
+        seconds=clock.seconds,
+        accuracy=accuracy,
+        problems=[problem_id(problem["prompt"]) for problem in job.held_out],
+        memory=clock.memory,
+        peak_bytes=max(clock.peaks, default=0),
+        mean_bytes=round(fmean(clock.peaks)) if clock.peaks else 0,
+    )
 
 
 def plot(log_history: list[dict[str, Any]], job: Job, result: Result, file: Path) -> None:

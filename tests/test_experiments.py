@@ -52,9 +52,11 @@ def arguments_of(path: Path, *more: str) -> list[str]:
 def parse(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[Any]]:
     """The script's arguments, the trainer's, and the method's."""
     method = method_of(read_settings(path)[0])
-    configs = {"sketch": [SketchConfig], "dense": []}.get(method)
-    if configs is None:
-        configs = [importlib.import_module("grpo_lora").LoraArguments]
+    own = {"lora": ("grpo_lora", "LoraArguments"), "dense": ("grpo_dense", "DenseArguments")}
+    configs = [SketchConfig]
+    if method in own:
+        module, name = own[method]
+        configs = [getattr(importlib.import_module(module), name)]
     monkeypatch.setattr(sys, "argv", [f"grpo_{method}.py", *arguments_of(path)])
     script, training, *rest = common.parse_arguments("unused", *configs)
     return script, training, rest
@@ -86,6 +88,7 @@ def test_the_experiments_are_there() -> None:
         "rank-and-basis",
         "smollm2-135m",
         "smollm2-135m-chain-sum",
+        "smollm2-135m-precision",
     }
     outputs = [read_settings(path)[0]["output_dir"] for path in RUNNABLE]
     assert len(set(outputs)) == len(outputs)
@@ -204,6 +207,20 @@ def test_rgcs_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
         assert plain == SketchConfig.rgc(rank, norm="none") and plain_training.learning_rate == 1e-2
         assert training.max_steps == 200
         assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 64
+
+
+def test_the_ablation_of_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs differ in what a trained weight is kept in, and compute in bf16."""
+    runs = {name: parsed_sketch(f"smollm2-135m-precision/{name}.yaml", monkeypatch) for name in ("bf16", "fp32")}
+    for name, (training, sketch) in runs.items():
+        assert (sketch.update_ratio, sketch.kl_budget, sketch.weight_precision, training.bf16) == (
+            6e-5,
+            None,
+            name,
+            True,
+        )
+        assert training.model_init_kwargs["dtype"] == {"bf16": "bfloat16", "fp32": "float32"}[name]
+    assert dataclasses.replace(runs["fp32"][1], weight_precision="bf16") == runs["bf16"][1]
 
 
 # ------------------------------------------------------------------------------------------------------- the YAML files

@@ -1,10 +1,15 @@
 """The recipes as a person runs them."""
 
+import difflib
+import importlib
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import common
 import pytest
@@ -12,7 +17,9 @@ from embedded import WarmStart, evaluate, make_problems, warm_start_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
-from trl_sketch import SketchConfig
+from trl_sketch import SketchConfig, get_sketch_model
+from trl_sketch.model import sketch_state
+from trl_sketch.records import RunRecord
 
 
 ROOT = Path(__file__).parents[1]
@@ -64,11 +71,12 @@ def test_a_yaml_in_either_spelling(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 @pytest.mark.parametrize("method", ["sketch", "lora", "dense"])
 def test_every_yaml_is_parsed(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import grpo_dense
     import grpo_lora
 
-    configs = {"sketch": [SketchConfig], "lora": [grpo_lora.LoraArguments], "dense": []}[method]
+    own = {"sketch": SketchConfig, "lora": grpo_lora.LoraArguments, "dense": grpo_dense.DenseArguments}
     monkeypatch.setattr(sys, "argv", ["recipe"])
-    script, training, *_ = common.parse_arguments(f"{method}.yaml", *configs)
+    script, training, *_ = common.parse_arguments(f"{method}.yaml", own[method])
     assert training.output_dir == f"runs/{method}"
     assert training.max_steps == 200
 
@@ -99,7 +107,110 @@ def test_evaluation_of_prompts_of_different_lengths(policy_folder: str, form: st
         output = model.generate(**tokens, max_new_tokens=4, do_sample=False)[0, tokens["input_ids"].shape[1] :]
         answers.append(tokenizer.decode(output, skip_special_tokens=True))
     problems = [{"prompt": p, "answer": a} for p, a in zip(prompts, answers, strict=True)]
-    assert evaluate(model, tokenizer, problems, samples=0, max_new_tokens=4).greedy == 1.0
+    found = evaluate(model, tokenizer, problems, samples=2, max_new_tokens=4)
+    assert found.greedy_scores == [1.0] * 3 and found.greedy == 1.0
+    assert [len(scores) for scores in found.sampled_scores] == [2, 2, 2]
+    assert found.sampled == sum(map(sum, found.sampled_scores)) / 6
+    assert math.isnan(evaluate(model, tokenizer, problems, samples=0, max_new_tokens=4).sampled)
+
+
+def test_scores_are_those_of_their_problems(policy_folder: str) -> None:
+    """Of each problem and, when sampled, of all of its samples, in whatever batches they are generated."""
+    model, tokenizer = (kind.from_pretrained(policy_folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    problems = [
+        {"prompt": text, "answer": "", "worth": worth} for text, worth in (("ab", 0.25), ("c", 0.5), ("d", 1.0))
+    ]
+
+    def worth_of(completions: list, worth: list[float], **kwargs: Any) -> list[float | None]:
+        return [None if value == 0.5 else value for value in worth]
+
+    found = evaluate(model, tokenizer, problems, samples=3, reward=worth_of, max_new_tokens=2, batch_size=2)
+    assert found.greedy_scores == [0.25, 0.0, 1.0]  # what cannot be scored counts as 0
+    assert found.sampled_scores == [[0.25] * 3, [0.0] * 3, [1.0] * 3]
+
+
+def test_validation_problems_are_others_than_those_of_the_test(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of the embedded task and of a dataset without splits; training never sees those that the run is judged on."""
+    monkeypatch.setattr(common, "warm_start_model", lambda *args, **kwargs: "model")
+    file = tmp_path / "problems.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}", "answer": ""}) + "\n" for i in range(200)))
+    own = ["--model_name_or_path", "m", "--dataset_name", str(file)]
+    for arguments, count in (([], 64), (own, 18)):
+        jobs = {}
+        for split in ("test", "validation"):
+            script, training, _ = parse(
+                monkeypatch, *arguments, "--dataset_test_split", split, "--num_eval_problems", str(count)
+            )
+            jobs[split] = common.prepare(script, training)
+            held_out = {problem["prompt"] for problem in jobs[split].held_out}
+            assert len(held_out) == count and held_out.isdisjoint(jobs[split].train["prompt"])
+        test, validation = ({p["prompt"] for p in jobs[split].held_out} for split in ("test", "validation"))
+        assert test.isdisjoint(validation)
+        assert test.isdisjoint(jobs["validation"].train["prompt"])
+    with pytest.raises(SystemExit):
+        parse(monkeypatch, "--dataset_test_split", "valid")
+
+
+@pytest.mark.parametrize("other", ["lora", "dense"])
+def test_the_readme_says_how_the_scripts_differ(other: str) -> None:
+    def main_of(method: str) -> list[str]:
+        text = (ROOT / "recipes" / f"grpo_{method}.py").read_text()
+        return text[text.index("def main") : text.index("if __name__")].splitlines()
+
+    lines = list(difflib.unified_diff(main_of("sketch"), main_of(other), n=0, lineterm=""))[2:]
+    block = "\n".join(line for line in lines if not line.startswith("@@"))
+    assert f"```diff\n{block}\n```" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("targets", [None, ["all-linear"], ["q_proj", "down_proj"]])
+def test_dense_adamw_on_the_matrices_of_a_sketch(targets: list[str] | None, policy_folder: str) -> None:
+    import grpo_dense
+
+    model, sketched = (AutoModelForCausalLM.from_pretrained(policy_folder) for _ in range(2))
+    grpo_dense.DenseArguments(targets).freeze_the_rest(model)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if targets is None:
+        assert trained == {name for name, _ in model.named_parameters()}
+        return
+    get_sketch_model(sketched, SketchConfig(target_modules=None if targets == ["all-linear"] else targets))
+    assert trained == {f"{name}.weight" for name in sketch_state(sketched).layers}
+
+
+def trained_record(folder: Path, method: str, *arguments: str) -> RunRecord:
+    """The record of six steps on 16 short problems, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        module = importlib.import_module(f"grpo_{method}")
+        words = ["--output_dir", str(folder), "--max_steps", "6", "--per_device_train_batch_size", "8"]
+        words += ["--num_generations", "4", "--num_eval_problems", "8", "--logging_steps", "2"]
+        patch.setattr(sys, "argv", [f"grpo_{method}.py", *words, *arguments])
+        module.main()
+    return RunRecord.load(folder)
+
+
+def test_measuring_accuracy_leaves_the_training_as_it_is(warm_start: str, tmp_path: Path) -> None:
+    plain = trained_record(tmp_path / "plain", "sketch")
+    measured = trained_record(tmp_path / "measured", "sketch", "--accuracy_every", "3")
+    assert plain.accuracy == measured.accuracy and plain.problems == measured.problems
+    for name in ("reward", "loss", "grad_norm", "sketch/predicted_kl"):
+        assert [entry[name] for entry in plain.log] == [entry[name] for entry in measured.log]
+    assert ["accuracy/sampled" in entry for entry in measured.log] == [False, True, False]  # logged at steps 2, 4, 6
+    assert [entry["step"] for entry in measured.log] == [2, 4, 6]
+
+
+def test_a_resumed_runs_record_has_the_earlier_steps(warm_start: str, tmp_path: Path) -> None:
+    first = trained_record(tmp_path, "lora", "--save_strategy", "steps", "--save_steps", "4", "--logging_steps", "1")
+    shutil.rmtree(tmp_path / "checkpoint-6", ignore_errors=True)
+    again = trained_record(tmp_path, "lora", "--resume_from_checkpoint", "true", "--logging_steps", "1")
+    assert [entry["step"] for entry in again.log] == [1, 2, 3, 4, 5, 6]
+    assert again.log[:4] == first.log[:4]
+    assert again.log[4]["seconds"] > again.log[3]["seconds"] and again.seconds >= again.log[-1]["seconds"]
+    assert again.accuracy["before"] == first.accuracy["before"]
+    memory = again.memory
+    assert (
+        memory["gradient"] == memory["adapter"] and 2 * memory["adapter"] < memory["optimizer"]
+    )  # moments and step counts
 
 
 @pytest.mark.slow
@@ -120,9 +231,9 @@ def test_a_few_steps_of_the_embedded_default(method: str, warm_start: str, tmp_p
     assert done.returncode == 0, done.stderr
     for word in ("greedy", "training state", "gradient sketch", "LoRA", "dense AdamW", "reward.png"):
         assert word in done.stdout
-    result = json.loads((output / "result.json").read_text())
-    assert result["method"] == method
-    assert 0.3 < result["before"]["greedy"] < 0.65
+    record = RunRecord.load(output)
+    assert record.finished and record.label == {"sketch": "gradient sketch", "lora": "LoRA"}.get(method, "dense AdamW")
+    assert 0.3 < sum(record.accuracy["before"]["greedy"]) / 64 < 0.65
     assert (output / "reward.png").stat().st_size > 10_000
     if method == "sketch":
         trained, start = (AutoModelForCausalLM.from_pretrained(folder) for folder in (output, warm_start))

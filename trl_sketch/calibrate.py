@@ -12,23 +12,18 @@ epsilon, and is a fraction of the weights, as `update_ratio` is.)
 """
 
 import argparse
-import importlib
-import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from .config import SketchConfig
-from .model import _select
+from .model import select_layers
+from .problems import load_problems
 from .projection import PROJECTIONS, make_projection
-
-
-FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+from .rewards import REWARDS, load_reward
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ def calibrate(
     config = SketchConfig() if config is None else config
     moved = size = applied = 0.0
     weights = 0
-    selected = list(_select(model, config))
+    selected = list(select_layers(model, config))
     for name, layer in selected:
         if layer.weight.grad is None:
             raise ValueError(f"{name}.weight has no gradient: call backward() first, without freezing it")
@@ -114,7 +109,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Problems with a column `prompt` and what the reward needs: on the Hub, or a local file or folder.",
     )
     parser.add_argument(
-        "--reward", required=True, help="Reward function, as FILE.py:FUNCTION or package.module:FUNCTION."
+        "--reward",
+        required=True,
+        help=f"Reward function: {', '.join(REWARDS)}, FILE.py:FUNCTION or package.module:FUNCTION.",
     )
     parser.add_argument("--learning_rate", type=float, default=1e-6, help="AdamW's (default: %(default)s, as RGC).")
     parser.add_argument("--epsilon", type=float, default=1e-8, help="AdamW's (default: %(default)s).")
@@ -163,7 +160,7 @@ def _measure(options: argparse.Namespace) -> Calibration:
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=options.model,
-            reward_funcs=_load_function(options.reward),
+            reward_funcs=load_reward(options.reward),
             args=GRPOConfig(
                 output_dir=folder,
                 max_steps=1,
@@ -183,45 +180,12 @@ def _measure(options: argparse.Namespace) -> Calibration:
                 report_to="none",
                 disable_tqdm=True,
             ),
-            train_dataset=_load_problems(options.dataset),
+            train_dataset=load_problems(options.dataset, split="train"),
             callbacks=[Measure()],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     return results[0]
-
-
-def _load_problems(name: str) -> Any:
-    from datasets import load_dataset
-
-    path = Path(name)
-    if path.suffix in FILE_BUILDERS:
-        if not path.is_file():
-            raise FileNotFoundError(f"--dataset {name}: there is no such file")
-        return load_dataset(FILE_BUILDERS[path.suffix], data_files=name, split="train")
-    try:
-        return load_dataset(name, split="train")
-    except (ConnectionError, FileNotFoundError) as error:
-        raise FileNotFoundError(
-            f"--dataset {name} is no folder here, and the Hub did not give it ({error}): pass a local file or folder"
-        ) from error
-
-
-def _load_function(name: str) -> Callable[..., Any]:
-    """A function from `FILE.py:FUNCTION`, whose folder may be imported from, or from `package.module:FUNCTION`."""
-    place, colon, function = name.rpartition(":")
-    if not colon:
-        raise ValueError(f"--reward {name}: it must be FILE.py:FUNCTION or package.module:FUNCTION")
-    if not place.endswith(".py"):
-        module = importlib.import_module(place)
-    elif Path(place).is_file():
-        sys.path.insert(0, str(Path(place).resolve().parent))
-        module = importlib.import_module(Path(place).stem)
-    else:
-        raise FileNotFoundError(f"--reward {name}: there is no file {place}")
-    if not hasattr(module, function):
-        raise ValueError(f"--reward {name}: {place} has no {function}")
-    return getattr(module, function)
 
 
 def main(arguments: list[str] | None = None) -> None:

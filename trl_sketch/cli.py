@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "calibrate": "find the update_ratio that moves a model as far as AdamW's first step at a learning rate",
+    "compare": "put runs of several methods on one page, with a figure: reward, accuracy, memory, time and KL",
+    "eval": "measure pass@1 and pass@k of a model on a data set, or put two such measurements side by side",
     "memory": "predict what a training step takes in GPU memory, part by part, for sketch, LoRA and dense AdamW",
 }
 

@@ -49,7 +49,7 @@ def get_sketch_model(
     config = SketchConfig() if config is None else copy.deepcopy(config)
     if hasattr(model, _STATE_ATTRIBUTE):
         raise ValueError("this model already accumulates sketches: get_sketch_model() is called once per model")
-    selected = dict(_select(model, config))
+    selected = dict(select_layers(model, config))
     _check_ties(model, selected)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -106,7 +106,7 @@ class _PrintTrainableParameters:
         )
 
 
-def _select(model: nn.Module, config: SketchConfig) -> Iterator[tuple[str, nn.Linear]]:
+def select_layers(model: nn.Module, config: SketchConfig) -> Iterator[tuple[str, nn.Linear]]:
     """Name and module of the layers to train, checked."""
     pretrained = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     heads = [module.get_output_embeddings() for module in pretrained]

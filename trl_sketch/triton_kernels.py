@@ -6,7 +6,7 @@
 
 So a weight is read once and written once, which is the floor. What else there is per weight: r/64 bytes of q and
 r/1024 of signs, out of the cache; r multiply-adds on the tensor cores; r/128 signs, a few integer operations each, as a
-sign serves all rows of a tile; and half a hash for the rounding. Integers and a power of two leave nothing to the order of
+sign serves all rows of a tile; and one multiplication for the rounding. Integers and a power of two leave nothing to the order of
 summation, so that the tile, the shard and the device do not matter.
 
 Imported only where Triton is there and is to be used: see `kernels.py`.
@@ -78,7 +78,7 @@ def _draw_signs(words, key, first_col, n_cols, HADAMARD: tl.constexpr, BITS: tl.
             shift = _counter_hash(_row_word(seed, 0), _col_word(seed, n + 4))
             s = (s * odd + shift) & ((1 << BITS) - 1)
             s ^= s >> ((BITS + 1) // 2)
-        # `projection._parity_signs`
+        # `projection._parities`
         x = s[:, None] & j[None, :]
         x ^= x >> 16
         x ^= x >> 8
@@ -91,12 +91,12 @@ def _draw_signs(words, key, first_col, n_cols, HADAMARD: tl.constexpr, BITS: tl.
         sigma = _counter_hash(_row_word(column_seed, 0), _col_word(column_seed, j)) >> 31
         word ^= sigma * 0xFFFFFFFF
     else:
-        # `projection._rademacher`
+        # `projection.Signs`
         word = _counter_hash(_row_word(seed, chunk.to(tl.uint32)), _col_word(seed, j))
     tl.store(words + chunk * n_cols + col, word, mask=col < n_cols)
 
 
-@triton.jit(do_not_specialize=["first_row", "first_pair", "n_rows"], do_not_specialize_on_alignment=["key"])
+@triton.jit(do_not_specialize=["first_row", "first_col", "n_rows"], do_not_specialize_on_alignment=["key"])
 def _update(
     weight,
     q,
@@ -104,8 +104,7 @@ def _update(
     words,
     key,
     first_row,
-    first_pair,
-    skip,
+    first_col,
     n_rows,
     n_cols,
     rank,
@@ -118,15 +117,13 @@ def _update(
     """Update one tile of `weight`, `(n_rows, n_cols)`: fp32, or bf16 seen as int16.
 
     `q`, `(d, rank)`, and `exponent`, `(d,)`, are int8 and the whole matrix's; `words` are the shard's, see
-    [`_draw_signs`]. The shard begins at row `first_row` and column `2·first_pair + skip` of the whole matrix. Tiles begin
-    at even columns of it, so that the two columns of a rounding word are in one thread, and the word is made once.
+    [`_draw_signs`]. The shard begins at row `first_row` and column `first_col` of the whole matrix.
     """
-    tiles = tl.cdiv(n_cols + skip, COLS)
+    tiles = tl.cdiv(n_cols, COLS)
     tile = tl.program_id(0)
     row = tile // tiles * ROWS + tl.arange(0, ROWS)
-    within = tl.arange(0, COLS)
-    col = tile % tiles * COLS + within - skip
-    row_fits, col_fits = row < n_rows, (col >= 0) & (col < n_cols)
+    col = tile % tiles * COLS + tl.arange(0, COLS)
+    row_fits, col_fits = row < n_rows, col < n_cols
     i = first_row + row
 
     bit = tl.arange(0, 32)
@@ -150,13 +147,11 @@ def _update(
     old = tl.load(target, mask=fits, other=0)
     if BF16:
         new = (old.to(tl.uint32) << 16).to(tl.float32, bitcast=True) - delta
-        # `weights.subtract_`: a word's lower half is for the even column, its upper half for the odd one.
+        # `projection.unit_words`, and the upper half of their product, as in `weights.subtract_`
         seed = tl.load(key).to(tl.uint32)
-        pair = first_pair + tile % tiles * (COLS // 2) + (within >> 1)
-        words_2d = _counter_hash(
-            _row_word(seed, i.to(tl.uint32))[:, None], _col_word(seed, pair.to(tl.uint32))[None, :]
-        )
-        offset = ((words_2d >> ((within & 1) * 16).to(tl.uint32)[None, :]) & 0xFFFF) ^ 0x8000
+        row_word = _row_word(seed, i.to(tl.uint32)) | 1
+        col_word = _col_word(seed, (first_col + col).to(tl.uint32)) | 1
+        offset = (row_word[:, None] * col_word[None, :]) >> 16
         bits = new.to(tl.uint32, bitcast=True)
         # A GPU's NaN is 0x7FFFFFFF: an offset would make a zero of it.
         bits = tl.where(new == new, bits + offset, bits)
@@ -171,7 +166,6 @@ def apply_(update: "SketchUpdate", weight: torch.Tensor, rows: Range, cols: Rang
     The keys stay on the device, and what is a number here is the same at every step: nothing is compiled anew.
     """
     (n_rows, n_cols), rank = weight.shape, update.q.shape[1]
-    first_pair, skip = divmod(cols[0], 2)
     chunks = triton.cdiv(rank, 32)
     words = torch.empty(chunks, n_cols, dtype=torch.uint32, device=weight.device)
     bf16 = weight.dtype == torch.bfloat16
@@ -188,15 +182,14 @@ def apply_(update: "SketchUpdate", weight: torch.Tensor, rows: Range, cols: Rang
             COLS=_COLS,
             **options,
         )
-        _update[(triton.cdiv(n_rows, _ROWS) * triton.cdiv(n_cols + skip, _COLS),)](
+        _update[(triton.cdiv(n_rows, _ROWS) * triton.cdiv(n_cols, _COLS),)](
             weight.view(torch.int16) if bf16 else weight,
             update.q.contiguous(),
             update.exponent.contiguous(),
             words,
             update.rounding_key,
             rows[0],
-            first_pair,
-            skip,
+            cols[0],
             n_rows,
             n_cols,
             rank,

@@ -89,6 +89,8 @@ def subtract_(
     # bf16 is the upper half of fp32: a uniform number added to the lower half carries with the probability of what is
     # cut off. Sign and magnitude are separate, so this rounds the magnitude, which is unbiased for both signs.
     torch.mul(*words, out=offsets).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+    if weight.device.type != "cpu":
+        offsets.masked_fill_(new.isnan(), 0)  # a GPU's NaN is 0x7FFFFFFF, of which an offset would make a zero
     weight.view(torch.int16).copy_(new.view(torch.int32).add_(offsets).bitwise_right_shift_(16))
 
 

@@ -168,7 +168,7 @@ RECIPE = ["--use_vllm", "true", "--max_steps", "3", "--num_eval_problems", "0", 
 
 
 def assert_learned_something(output: Path) -> None:
-    assert (output / "result.json").is_file() and (output / "reward.png").is_file()
+    assert (output / "run.json").is_file() and (output / "reward.png").is_file()
     assert {p.name for p in output.glob("model.safetensors")}
 
 

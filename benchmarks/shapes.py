@@ -6,7 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 
-def _shape(kind: type[PretrainedConfig], vocabulary: int, width: int, mlp: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+def _shape(
+    kind: type[PretrainedConfig], vocabulary: int, width: int, mlp: int, layers: int, heads: int, kv_heads: int
+) -> dict[str, Any]:
     return {
         "kind": kind,
         "vocab_size": vocabulary,

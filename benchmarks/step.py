@@ -104,7 +104,9 @@ class Sketch(Contestant):
         self.optimizer = SketchOptimizer(model, lr=1.0)
         self.state = sketch_state(model)
         self.steps: list[Step] = []
-        self.optimizer.listeners.append(lambda version, updates: self.steps.append(Step(version - 1, version, updates)))
+        self.optimizer.listeners.append(
+            lambda version, updates: self.steps.append(Step(version - 1, version, updates))
+        )
         layers = self.state.layers.values()
         groups = self.state.groups
         self.extra_operations = 2 * sum(layer.out_features * layer.group.rank for layer in layers)
@@ -197,7 +199,9 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
     return found
 
 
-def summarize(found: list[Contestant], measured: dict[int, list[dict[str, float]]], tokens: int) -> list[dict[str, Any]]:
+def summarize(
+    found: list[Contestant], measured: dict[int, list[dict[str, float]]], tokens: int
+) -> list[dict[str, Any]]:
     """One row a contestant: medians of the parts, in seconds, and ratios."""
     rows = []
     for place, contestant in enumerate(found):
@@ -275,14 +279,18 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1, help="microbatches in a step")
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--projections", nargs="+", choices=PROJECTIONS, default=["hadamard"])
-    parser.add_argument("--methods", nargs="+", choices=("dense", "lora", "sketch"), default=["dense", "lora", "sketch"])
+    parser.add_argument(
+        "--methods", nargs="+", choices=("dense", "lora", "sketch"), default=["dense", "lora", "sketch"]
+    )
     parser.add_argument("--dense_dtype", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=5, help="rounds that count, after one that does not")
     parser.add_argument("--threads", type=int, help="of the CPU; default: torch's choice")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="file for rows and settings as JSON")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    parser.add_argument("--profile", type=Path, help="write a trace of one step of the last method to this file, and no table")
+    parser.add_argument(
+        "--profile", type=Path, help="write a trace of one step of the last method to this file, and no table"
+    )
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -292,7 +300,8 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     shape = (options.rows, options.tokens)
     batches = [
-        torch.randint(0, vocabulary, shape, generator=generator).to(options.device) for _ in range(options.accumulation)
+        torch.randint(0, vocabulary, shape, generator=generator).to(options.device)
+        for _ in range(options.accumulation)
     ]
     console = Console(width=230)
     if options.profile:

@@ -25,7 +25,9 @@ from .projection import Range
 from .sync.checksum import checksum
 
 
-_NORM_ELEMENTS = 2**18  # of a weight on a CPU that are squared together: torch makes a copy in `dtype`, which stays in the cache
+_NORM_ELEMENTS = (
+    2**18
+)  # of a weight on a CPU that are squared together: torch makes a copy in `dtype`, which stays in the cache
 
 
 def world_size() -> int:

@@ -34,7 +34,7 @@ def make_update(
         projection_key=torch.tensor(-7 - seed, dtype=torch.int32),
         rounding_key=torch.tensor(2**31 - 1, dtype=torch.int32),
         q=torch.randint(-127, 128, (d, r), generator=generator, dtype=torch.int8),
-        exponent=torch.randint(-126, 127, (d,), generator=generator, dtype=torch.int8),
+        exponent=torch.randint(-126, 104, (d,), generator=generator, dtype=torch.int8),
     )
 
 

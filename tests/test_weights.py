@@ -326,7 +326,7 @@ def test_a_zero_update_changes_no_bit(kind, dtype):
     weight = torch.cat([special, torch.randn(64 - len(SPECIAL)).to(dtype)]).repeat(8, 1)
     q, exponent = quantize(torch.zeros(8, 6))
     assert not q.any()
-    exponent = torch.tensor([0, -126, 126, 5, -9, 0, 1, -1], dtype=torch.int8)
+    exponent = torch.tensor([0, -126, 103, 5, -9, 0, 1, -1], dtype=torch.int8)
     for step in range(4):
         update = SketchUpdate("w", kind, 64, key_of(stream="projection"), key_of(step=step), q, exponent)
         assert same(applied(update, weight), weight)
@@ -383,13 +383,13 @@ def check_row(row: torch.Tensor) -> None:
     step = 2.0 ** exponent.double().item()
     error = (q[0].double() * step - row.double()).abs().max().item()
     assert error <= step / 2 * (1 + 1e-6)
-    assert q.min() >= -127 and -126 <= exponent.item() <= 126
+    assert q.min() >= -127 and -126 <= exponent.item() <= 103
     top = row.abs().max().double().item()
     if exponent.item() > -126 and top > 1e-42:  # below, fp32 cannot divide it by 127
         assert top > 127 * step / 2
 
 
-@pytest.mark.parametrize("size", [3e38, 1e30, 1.0, 1e-6, 1e-35, 1e-37, 1e-40, 1.4e-45])
+@pytest.mark.parametrize("size", [1e33, 1e30, 1.0, 1e-6, 1e-35, 1e-37, 1e-40, 1.4e-45])
 def test_rows_of_any_size(size):
     row = torch.randn(64, generator=torch.Generator().manual_seed(0)).clamp_(-1.1, 1.1) * torch.tensor(size)
     check_row(row)

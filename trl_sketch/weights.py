@@ -23,7 +23,7 @@ from .projection import PROJECTIONS, SIGN_PROJECTIONS, Range, Signs, projection_
 _BLOCK_ELEMENTS = {"cpu": 3 * 2**16}
 _BLOCK_ELEMENTS_DEFAULT = 2**20
 BASIS_ELEMENTS = 2**20  # of the columns of A that are drawn together
-_MAX_EXPONENT = 126
+_MIN_EXPONENT, _MAX_EXPONENT = -126, 103  # q·2^e, and sums of less than 2²⁴ times 2^e, are normal numbers of fp32
 _CPU_HAS_INT8 = torch.cpu._is_vnni_supported()  # else torch's int8 product is a plain loop
 
 # A record of one update: kind of A, length of the name, d, k, r, key of A, key of the rounding; little-endian, 24 bytes.
@@ -50,11 +50,11 @@ def quantize(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Returns:
         q: int8 `(d, r)` in [-127, 127].
-        e: int8 `(d,)` in [-126, 126], the smallest for which the row fits.
+        e: int8 `(d,)` in [-126, 103], the smallest for which the row fits.
     """
     factor = factor.float()
     mantissa, exponent = torch.frexp(factor.abs().amax(dim=1) / 127)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp_(-_MAX_EXPONENT, _MAX_EXPONENT)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp_(_MIN_EXPONENT, _MAX_EXPONENT)
     q = (factor * _power_of_two(-exponent)[:, None]).round_().clamp_(-127, 127).to(torch.int8)
     return q, exponent.to(torch.int8)
 
@@ -179,8 +179,8 @@ class SketchUpdate:
             )
         values = torch.frombuffer(bytearray(data[_RECORD.size + name_length :]), dtype=torch.int8)
         exponent, q = values[:d], values[d:].view(d, rank)
-        if int(exponent.max()) > _MAX_EXPONENT or int(exponent.min()) < -_MAX_EXPONENT:
-            raise ValueError(f"{name}: exponents must be between -{_MAX_EXPONENT} and {_MAX_EXPONENT}")
+        if int(exponent.max()) > _MAX_EXPONENT or int(exponent.min()) < _MIN_EXPONENT:
+            raise ValueError(f"{name}: exponents must be between {_MIN_EXPONENT} and {_MAX_EXPONENT}")
         if int(q.min()) < -127:
             raise ValueError(f"{name}: the factor's integers must be between -127 and 127")
         return cls(

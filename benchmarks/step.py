@@ -7,8 +7,10 @@
 
 All methods have the same random weights, tokens and loss, and take turns in one process, so that what disturbs one disturbs
 all; a table and, with `--output`, JSON give medians. `forward + backward` is that of all microbatches under bfloat16 autocast,
-as TRL trains; `floor` is the same model frozen, whose backward has the gradients of inputs only. Dense AdamW is the one that
-transformers chooses, fused; it trains all weights, and keeps them in `--dense_dtype`.
+as TRL trains; `floor` is the same model frozen, whose backward has the gradients of inputs only. AdamW is the fused one, as
+transformers chooses it. Dense training stands there twice: of the matrices that the sketch trains, in bfloat16, which is the
+least that a dense step can take and what `of dense` compares with; and as TRL does it, of every weight in fp32, whose step
+`step of AdamW's` compares with.
 
 The bound adds to the floor the operations that a method cannot do without, at the rate at which this machine computes dense
 weight gradients in the same run: 2·T·d·k for each matrix of d outputs and k inputs; LoRA 6·T·r·(d + k); a sketch 2·T·r·d
@@ -124,16 +126,15 @@ class Sketch(Contestant):
         self.timed(seconds, "draw", lambda: self.draw(len(batches)))
 
     def draw(self, microbatches: int) -> None:
-        """Once more what a step draws: in forward, and in the update of each matrix."""
+        """Once more what a step draws: in the forward pass of each microbatch, and in the update."""
         self.state.set_step(self.state.step)
         for group in self.state.groups:
             group.keep_basis(torch.bfloat16)
             for _ in range(microbatches):
                 group.basis(torch.bfloat16)
         if self.projection in SIGN_PROJECTIONS:
-            for layer in self.state.layers.values():
-                signs, columns = layer.group.drawn(torch.float32), (0, layer.in_features)
-                signs.block((0, layer.group.rank), columns, sign_dtype(layer.weight.device))
+            for group in self.state.groups:
+                group.basis(sign_dtype(self.state.device))
 
 
 class Trained(Contestant):
@@ -159,12 +160,18 @@ class Trained(Contestant):
 
 
 class Dense(Trained):
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    """AdamW on every weight in fp32, as TRL trains, or on the sketch's matrices in bf16."""
+
+    def __init__(self, model: nn.Module, matrices_only: bool) -> None:
         add_fused_lm_head(model)
+        linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and not n.endswith("lm_head")}
+        if matrices_only:
+            model.requires_grad_(False)
+            for linear in linears.values():
+                linear.weight.requires_grad_(True)
         super().__init__(model)
-        self.name = f"dense, {'bf16' if dtype == torch.bfloat16 else 'fp32'} weights"
-        linears = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and not n.endswith("lm_head")]
-        self.extra_operations = 2 * sum(m.weight.numel() for m in linears)
+        self.name = "dense, matrices, bf16" if matrices_only else "dense, all, fp32"
+        self.extra_operations = 2 * sum(m.weight.numel() for m in linears.values())
 
 
 class Lora(Trained):
@@ -190,7 +197,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
 
     found: list[Contestant] = []
     if "dense" in options.methods:
-        found = [Floor(model()), *(Dense(model(t), t) for t in (getattr(torch, n) for n in options.dense_dtype))]
+        found = [Floor(model()), Dense(model(), matrices_only=True), Dense(model(torch.float32), matrices_only=False)]
     for rank in options.ranks:
         if "lora" in options.methods:
             found.append(Lora(model(), rank))
@@ -213,17 +220,14 @@ def summarize(
         row["sent bytes"] = contestant.sent_bytes
         rows.append(row)
     floor = next((row for row in rows if row["method"] == Floor.name), None)
-    dense = [place for place, contestant in enumerate(found) if isinstance(contestant, Dense)]
     for row, contestant in zip(rows, found, strict=True):
-        if floor and dense and contestant.extra_operations:
-            # of the dense model whose weights need no cast, if there is one: the highest rate
-            reference = min(dense, key=lambda place: rows[place]["forward + backward"])
-            gradients = rows[reference]["forward + backward"] - floor["forward + backward"]
-            rate = found[reference].extra_operations / gradients
+        if floor and contestant.extra_operations:
+            matrices, every = rows[1], rows[2]
+            rate = found[1].extra_operations / (matrices["forward + backward"] - floor["forward + backward"])
             row["bound"] = floor["forward + backward"] + contestant.extra_operations / rate
             row["of bound"] = row["forward + backward"] / row["bound"]
-            row["of dense"] = row["forward + backward"] / rows[reference]["forward + backward"]
-            row["step of AdamW's"] = row["step"] / min(rows[place]["step"] for place in dense)
+            row["of dense"] = row["forward + backward"] / matrices["forward + backward"]
+            row["step of AdamW's"] = row["step"] / every["step"]
         lora = next((other for other in rows if other["method"] == "LoRA" and other["rank"] == row["rank"]), None)
         if lora and row is not lora:
             row["of LoRA"] = row["forward + backward"] / lora["forward + backward"]
@@ -282,7 +286,6 @@ def main() -> None:
     parser.add_argument(
         "--methods", nargs="+", choices=("dense", "lora", "sketch"), default=["dense", "lora", "sketch"]
     )
-    parser.add_argument("--dense_dtype", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=5, help="rounds that count, after one that does not")
     parser.add_argument("--threads", type=int, help="of the CPU; default: torch's choice")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -105,8 +105,9 @@ class ProjectionGroup:
         return gram.mul_(self.scale**2)
 
     def drawn(self, dtype: torch.dtype) -> Signs | torch.Tensor:
-        """Of signs their compact form, else A / scale `(r, k)` in `dtype`."""
-        return self.basis(dtype) if self.signs is None else self.signs
+        """A / scale `(r, k)` in `dtype`, or, of signs so many that they would take much memory, their compact form."""
+        is_large = self.rank * self.in_features > BASIS_ELEMENTS
+        return self.signs if self.signs is not None and is_large else self.basis(dtype)
 
     @torch.no_grad()
     def project(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -187,11 +188,15 @@ class SketchLinear(nn.Linear):
         # a bf16 weight in a model that is otherwise fp32, used outside autocast
         return F.linear(input.to(weight.dtype), weight, bias).to(input.dtype)
 
-    def proposed_factor(self, rows: slice = slice(None)) -> torch.Tensor:
-        """The factor `(d, r)` of the proposed update `ΔW = factor · (A / scale)`, at α = 1 and not yet quantized."""
+    @property
+    def coefficient(self) -> torch.Tensor:
+        """The factor between the buffer and the proposed update, 0-dim in the type of the sketch."""
         assert self.state.coefficients is not None
-        coefficient = self.state.coefficients[self.index] * -self.group.scale
-        return self.sketch[rows] * coefficient.to(self.sketch.dtype)
+        return (self.state.coefficients[self.index] * -self.group.scale).to(self.state.flat.dtype)
+
+    def proposed_factor(self) -> torch.Tensor:
+        """The factor `(d, r)` of the proposed update `ΔW = factor · (A / scale)`, at α = 1 and not yet quantized."""
+        return self.sketch * self.coefficient
 
     @property
     def sketch(self) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from .config import SketchConfig
 from .layers import ProjectionGroup, SketchLinear
 from .model import sketch_state
 from .projection import derive_key, projection_basis
-from .weights import SketchUpdate, quantize, row_blocks
+from .weights import FACTOR_ELEMENTS, SketchUpdate, quantize, row_blocks, sign_dtype
 
 
 logger = logging.getLogger(__name__)
@@ -247,38 +247,46 @@ class SketchOptimizer(torch.optim.Optimizer):
 
     def _apply(self) -> list[SketchUpdate]:
         """Change the weights, a matrix at a time; the updates are kept only if somebody listens."""
-        weights = dict(zip(self.layers, self._weights(), strict=True))
-        updates: dict[str, SketchUpdate] = {}
-        for group, members in self._by_group():
-            drawn = group.drawn(torch.float32)
-            for _, layer in members:
-                update = self._update_of(layer)
-                block, rows, cols = distributed.local_block(weights[layer])
-                update.apply_(block, rows, cols, drawn=drawn)
-                if self.listeners:
-                    updates[layer.name] = update
-                del update  # before the next one is made
-        return [updates[layer.name] for layer in self.layers] if self.listeners else []
+        weights = self._weights()
+        kept: list[SketchUpdate] = []
+        group, drawn = None, None
+        for layer, update in self._proposed_updates():
+            if layer.group is not group:
+                group = layer.group
+                drawn = group.drawn(torch.float32 if group.signs is None else sign_dtype(self.sketches.device))
+            block, rows, cols = distributed.local_block(weights[layer.index])
+            update.apply_(block, rows, cols, drawn=drawn)
+            if self.listeners:
+                kept.append(update)
+        return kept
 
-    def _update_of(self, layer: SketchLinear) -> SketchUpdate:
-        """The proposed update of one matrix, scaled by α and quantized."""
-        state, group = self.sketches, layer.group
-        shape = layer.out_features, group.rank
-        q = torch.empty(shape, dtype=torch.int8, device=state.flat.device)
-        exponent = torch.empty(shape[0], dtype=torch.int8, device=state.flat.device)
-        for start, stop in row_blocks((0, shape[0]), shape[1]):
-            part = slice(start, stop)
-            q[part], exponent[part] = quantize(layer.proposed_factor(part).mul_(self._alpha))
-        rounding = derive_key(state.seed, state.step, layer.name, "rounding")
-        return SketchUpdate(
-            name=layer.name,
-            projection=group.kind,
-            in_features=layer.in_features,
-            projection_key=group.key.clone(),  # the next step overwrites it
-            rounding_key=torch.tensor(rounding, dtype=torch.int32, device=q.device),
-            q=q,
-            exponent=exponent,
-        )
+    def _proposed_updates(self) -> Iterator[tuple[SketchLinear, SketchUpdate]]:
+        """The proposed update of each matrix, scaled by α and quantized: of some matrices at a time, of which none is large."""
+        state = self.sketches
+        names = [layer.name for layer in self.layers]
+        rounding = [derive_key(state.seed, state.step, name, "rounding") for name in names]
+        rounding_keys = torch.tensor(rounding, dtype=torch.int32).to(state.flat.device)
+        for sketches, layers in state.rank_blocks():
+            for members, rows in _in_parts(layers, sketches.shape[1]):
+                q = torch.empty(rows[1] - rows[0], sketches.shape[1], dtype=torch.int8, device=sketches.device)
+                exponent = torch.empty(len(q), dtype=torch.int8, device=sketches.device)
+                coefficients = torch.cat([layer.coefficient.expand(layer.out_features) for layer in members])
+                for start, stop in row_blocks((0, len(q)), q.shape[1], FACTOR_ELEMENTS):
+                    part = slice(start, stop)
+                    factor = sketches[rows[0] :][part] * coefficients[part, None]
+                    q[part], exponent[part] = quantize(factor.mul_(self._alpha))
+                sizes = [layer.out_features for layer in members]
+                for layer, own_q, own_exponent in zip(members, q.split(sizes), exponent.split(sizes), strict=True):
+                    group = layer.group
+                    yield layer, SketchUpdate(
+                        name=layer.name,
+                        projection=group.kind,
+                        in_features=layer.in_features,
+                        projection_key=group.key.clone(),  # the next step overwrites it
+                        rounding_key=rounding_keys[layer.index],
+                        q=own_q,
+                        exponent=own_exponent,
+                    )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Empty the sketches; drop a proposal."""
@@ -444,3 +452,16 @@ def _other_version(version: Any) -> str:
         f"the optimizer state has format version {version}, this version of trl_sketch reads {STATE_FORMAT_VERSION}: "
         "resume with the version that wrote it"
     )
+
+
+def _in_parts(layers: list[SketchLinear], rank: int) -> Iterator[tuple[list[SketchLinear], tuple[int, int]]]:
+    """Layers in runs whose factors make up a temporary of an update, and their rows among those of all `layers`."""
+    members: list[SketchLinear] = []
+    start = stop = 0
+    for layer in layers:
+        if members and (stop - start + layer.out_features) * rank > FACTOR_ELEMENTS:
+            yield members, (start, stop)
+            members, start = [], stop
+        members.append(layer)
+        stop += layer.out_features
+    yield members, (start, stop)

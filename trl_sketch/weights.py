@@ -23,6 +23,7 @@ from .projection import PROJECTIONS, SIGN_PROJECTIONS, Range, Signs, projection_
 _BLOCK_ELEMENTS = {"cpu": 3 * 2**16}
 _BLOCK_ELEMENTS_DEFAULT = 2**20
 BASIS_ELEMENTS = 2**20  # of the columns of A that are drawn together
+FACTOR_ELEMENTS = 2**18  # of the factors that are quantized together
 _MIN_EXPONENT, _MAX_EXPONENT = -126, 103  # q·2^e, and sums of less than 2²⁴ times 2^e, are normal numbers of fp32
 _CPU_HAS_INT8 = torch.cpu._is_vnni_supported()  # else torch's int8 product is a plain loop
 

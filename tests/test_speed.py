@@ -4,11 +4,14 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from growth import Point, fit, measure
+from rich.console import Console
 from torch import nn
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,8 +96,11 @@ def step_in_parts(model: nn.Module, optimizer: SketchOptimizer) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["stored", "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("update_rule", ["row_adam", "adam"])
+@pytest.mark.parametrize(
+    ("update_rule", "checkpointing"),
+    [("row_adam", None), ("row_adam", True), ("row_adam", False), ("adam", None)],
+    ids=["stored", "reentrant", "non-reentrant", "adam"],
+)
 def test_a_step_leaves_no_cyclic_garbage(tiny_qwen3, update_rule, checkpointing):
     frozen = tiny_qwen3().train().requires_grad_(False)
     model, optimizer = trained(tiny_qwen3(), update_rule=update_rule, refresh="never")
@@ -309,3 +315,29 @@ def test_signs_are_drawn_once_a_step_for_all_matrices_of_a_shape(tiny_qwen3, pro
             backward(model, microbatches)
             optimizer.step()
             assert sorted(shapes) == [(8, 32), (8, 48)]
+
+
+# ---------------------------------------------------------------------- the benchmark of growth
+
+
+def test_memory_grows_with_what_it_should():
+    small = Point(width=288, layers=1, rank=8, tokens=128)
+    points = [small, replace(small, rank=16), replace(small, tokens=256), replace(small, accumulation=3)]
+    dense = [replace(point, method="dense", rank=0) for point in (small, points[3])]
+    one, rank, tokens, accumulation, *of_dense = measure([*points, *dense], 1, "cpu", Console(quiet=True))
+    rows = 288 * 3 + 96 * 2 + 768 * 2  # the rows of all matrices; the signs and the moments are small
+    assert rank["state"] - one["state"] == pytest.approx(4 * 8 * rows, rel=0.05)
+    assert one["state"] == tokens["state"] == accumulation["state"]
+    assert one["peak"] == accumulation["peak"] < rank["peak"] < tokens["peak"]
+    assert one["weights"] == of_dense[0]["weights"] == 288 * (2 * 288 + 2 * 96 + 3 * 768)
+    assert of_dense[0]["state"] == pytest.approx(6 * one["weights"], rel=1e-3)
+    assert one["peak"] < of_dense[0]["peak"]
+
+
+def test_fits_of_a_line_and_of_powers():
+    x = [1.0, 2.0, 4.0, 8.0]
+    assert fit(x, [3 + 2 * value for value in x]) == pytest.approx(
+        {"a": 3, "b": 2, "R2": 1, "exponent": 0.643}, abs=1e-3
+    )
+    assert fit(x, [value**2 for value in x])["exponent"] == pytest.approx(2)
+    assert fit(x, [5.0] * 4) == pytest.approx({"a": 5, "b": 0, "R2": 1, "exponent": 0}, abs=1e-9)

@@ -4,10 +4,9 @@
     python benchmarks/growth.py --quick    # two rounds of less
 
 One quantity changes at a time; the others stay at those of `STANDARD`. Beside the sketch stands dense AdamW of the same
-matrices in bfloat16, the least that a dense step can take. All points of a column take turns in one
-process. Time is the median of the rounds. Memory is the peak of the bytes of all tensors that are alive in a
-step, weights and activations among them, and beside it what is kept
-between steps apart from the weights: sketches and moments, or gradients and moments.
+matrices in bfloat16, the least that a dense step can take. All points of a column take turns in one process. Time is the
+median of the rounds. Memory is the peak of the bytes of all tensors that are alive in a step, weights and activations among
+them, and beside it what is kept between steps apart from the weights: sketches and moments, or gradients and moments.
 
 Every curve is fitted by a line `a + b·x`, whose R² is printed, and by a power of x, whose exponent is.
 """

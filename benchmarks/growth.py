@@ -31,7 +31,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from shapes import SHAPES, make_model
+from shapes import SHAPES, keep_memory, make_model
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_sketch import SketchConfig, SketchOptimizer, get_sketch_model
@@ -250,6 +250,7 @@ def main() -> None:
         "--output", type=Path, default=ROOT / "docs" / "growth.png", help="figure; beside it goes JSON"
     )
     options = parser.parse_args()
+    keep_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
     repeats, layers = (2, 1) if options.quick else (options.repeats, STANDARD.layers)

@@ -1,5 +1,7 @@
 """Models of the benchmarks: random weights in the shapes of models that people train."""
 
+import os
+import sys
 from typing import Any
 
 import torch
@@ -49,3 +51,14 @@ def make_model(shape: str, dtype: torch.dtype, device: str, layers: int | None =
             make_config(shape, layers), dtype=dtype, attn_implementation="eager" if device == "cpu" else "sdpa"
         )
     return model.train()
+
+
+def keep_memory() -> None:
+    """Start the script anew so that freed memory stays with the process, on Linux without a GPU.
+
+    Otherwise glibc gives large tensors back to the kernel and gets them again as pages to be cleared, which can take longer
+    than what is to be measured; people who train on CPUs preload another allocator for that reason.
+    """
+    settings = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(10**11), "MALLOC_TOP_PAD_": str(2**28)}
+    if sys.platform == "linux" and not torch.cuda.is_available() and "MALLOC_MMAP_MAX_" not in os.environ:
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | settings)

@@ -31,7 +31,7 @@ from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from shapes import SHAPES, make_model
+from shapes import SHAPES, keep_memory, make_model
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from trl.trainer.utils import add_fused_lm_head
@@ -295,6 +295,7 @@ def main() -> None:
         "--profile", type=Path, help="write a trace of one step of the last method to this file, and no table"
     )
     options = parser.parse_args()
+    keep_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
 

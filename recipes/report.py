@@ -36,16 +36,17 @@ def matrix_shapes(model: nn.Module, rank: int) -> list[tuple[int, int, int]]:
     return [(m.out_features, m.in_features, min(rank, m.in_features)) for m in others]
 
 
-def state_bytes(shapes: list[tuple[int, int, int]]) -> dict[str, tuple[int, int]]:
+def state_bytes(shapes: list[tuple[int, int, int]], update_rule: str = "row_adam") -> dict[str, tuple[int, int]]:
     """Bytes of (weights, training state) that each method needs for matrices of these (outputs, inputs, rank).
 
     Dense AdamW keeps fp32 weights, and a gradient and two moments of the same size. LoRA keeps bf16 weights, and in fp32
-    the adapter, its gradient and two moments. A sketch keeps bf16 weights, and in fp32 the sketch and, for RowAdam, one
-    number per row. Activations, and parameters outside these matrices, are not counted.
+    the adapter, its gradient and two moments. A sketch keeps bf16 weights, and in fp32 the sketch and what `update_rule`
+    keeps: nothing, for RowAdam one number per row, or for Adam two per entry. Activations, and parameters outside these matrices, are not counted.
     """
     weights = sum(d * k for d, k, _ in shapes)
+    moments = {"sgd": lambda d, r: 0, "row_adam": lambda d, r: 4 * d, "adam": lambda d, r: 8 * d * r}[update_rule]
     return {
-        "sketch": (2 * weights, sum(4 * d * r + 4 * d for d, _, r in shapes)),
+        "sketch": (2 * weights, sum(4 * d * r + moments(d, r) for d, _, r in shapes)),
         "lora": (2 * weights, sum(16 * r * (d + k) for d, k, r in shapes)),
         "dense": (4 * weights, 12 * weights),
     }
@@ -79,11 +80,12 @@ def report(method: str, settings: Any, rank: int, trainer: GRPOTrainer, job: Job
         table.add_row("sampled at temperature 1", f"{result.before.sampled:.1%}", f"{result.after.sampled:.1%}")
         console.print(table)
 
+    shapes = matrix_shapes(trainer.model, rank)
     table = Table(title=f"Bytes for the attention and MLP matrices, rank {rank}", title_justify="left")
     table.add_column("")
     for column in ("weights", "training state", "together"):
         table.add_column(column, justify="right")
-    for name, (weights, state) in state_bytes(matrix_shapes(trainer.model, rank)).items():
+    for name, (weights, state) in state_bytes(shapes, getattr(settings, "update_rule", "row_adam")).items():
         cells = [METHODS[name], f"{weights:,}", f"{state:,}", f"{weights + state:,}"]
         table.add_row(*cells, style="bold" if name == method else None)
     console.print(table)

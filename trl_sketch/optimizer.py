@@ -278,14 +278,17 @@ class SketchOptimizer(torch.optim.Optimizer):
                 sizes = [layer.out_features for layer in members]
                 for layer, own_q, own_exponent in zip(members, q.split(sizes), exponent.split(sizes), strict=True):
                     group = layer.group
-                    yield layer, SketchUpdate(
-                        name=layer.name,
-                        projection=group.kind,
-                        in_features=layer.in_features,
-                        projection_key=group.key.clone(),  # the next step overwrites it
-                        rounding_key=rounding_keys[layer.index],
-                        q=own_q,
-                        exponent=own_exponent,
+                    yield (
+                        layer,
+                        SketchUpdate(
+                            name=layer.name,
+                            projection=group.kind,
+                            in_features=layer.in_features,
+                            projection_key=group.key.clone(),  # the next step overwrites it
+                            rounding_key=rounding_keys[layer.index],
+                            q=own_q,
+                            exponent=own_exponent,
+                        ),
                     )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

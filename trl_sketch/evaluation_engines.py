@@ -102,9 +102,10 @@ class VllmEngine:
 
         self.settings = settings
         _check_length(settings, longest, AutoConfig.from_pretrained(settings.model))
+        dtype: Any = settings.dtype  # vLLM names the strings that it takes
         self.llm: Any = LLM(
             settings.model,
-            dtype=settings.dtype,  # type: ignore[arg-type]
+            dtype=dtype,
             max_model_len=longest + settings.max_new_tokens,
             tensor_parallel_size=settings.tensor_parallel_size,
             enforce_eager=not torch.cuda.is_available(),  # compiling takes minutes on a CPU

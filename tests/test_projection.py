@@ -15,6 +15,7 @@ from trl_sketch.projection import (
     hash_,
     projection_basis,
     projection_scale,
+    unit_words,
 )
 
 
@@ -219,6 +220,33 @@ def test_every_bit_of_the_hash_is_fair_and_neighbours_are_independent():
     assert (bits[:, 1:] * bits[:, :-1]).mean(dim=(1, 2)).abs().max() < limit
     assert (bits[:, :, 1:] * bits[:, :, :-1]).mean(dim=(1, 2)).abs().max() < limit
     assert (bits[1:] * bits[:-1]).mean(dim=(1, 2)).abs().max() < limit
+
+
+def test_products_of_unit_words_are_uniform_and_have_no_pattern():
+    n = 512
+    for name in "abcd":
+        u, v = unit_words(key_of(3, name=name), (0, n), (0, n))
+        assert u.shape == (n, 1) and v.shape == (1, n) and torch.all(u & 1 == 1) and torch.all(v & 1 == 1)
+        offsets = (u * v >> 16) & 0xFFFF
+        expected = n * n / 256
+        for byte in (offsets >> 8, offsets & 0xFF):  # chi-square with 255 degrees of freedom, to six deviations
+            chi2 = ((torch.bincount(byte.flatten(), minlength=256) - expected) ** 2 / expected).sum()
+            assert abs(chi2 - 255) < 6 * math.sqrt(2 * 255)
+        x = (offsets.double() + 0.5) / 2**16 - 0.5
+        x /= math.sqrt(1 / 12)
+        shifts = [
+            (x[1:], x[:-1]),
+            (x[:, 1:], x[:, :-1]),
+            (x[7:], x[:-7]),
+            (x[:, 64:], x[:, :-64]),
+            (x, x.flip(0)),
+            (x, x.t()),
+        ]
+        for a, b in shifts:
+            assert abs((a * b).mean()) < 4.5 * 2**0.5 / n
+        # What a rank-one pattern would show in: the largest singular value is that of independent entries, 2√n.
+        for y in (x, (offsets >> 15 & 1).double() * 2 - 1, (offsets & 1).double() * 2 - 1):
+            assert 0.95 < torch.linalg.matrix_norm(y, 2) / (2 * math.sqrt(n)) < 1.08
 
 
 @pytest.mark.parametrize("kind", PROJECTIONS)

@@ -250,6 +250,8 @@ def main() -> None:
         "--output", type=Path, default=ROOT / "docs" / "growth.png", help="figure; beside it goes JSON"
     )
     options = parser.parse_args()
+    if options.quick and options.output == parser.get_default("output"):
+        parser.error("--quick needs an --output of its own: its figure is not the one in docs/")
     keep_memory()
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -86,12 +86,14 @@ def main() -> None:
     parser.add_argument("--outputs", type=int, default=6144)
     parser.add_argument("--rank", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--profile", type=Path, help="write a trace of a sketch's forward and backward to this file")
     options = parser.parse_args()
+    if options.rank > options.inputs:
+        parser.error(f"--rank {options.rank}: it must be at most --inputs, {options.inputs}")
     keep_memory()
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -295,6 +295,11 @@ def main() -> None:
         "--profile", type=Path, help="write a trace of one step of the last method to this file, and no table"
     )
     options = parser.parse_args()
+    for file in (options.output, options.profile):
+        if file and not file.absolute().parent.is_dir():
+            parser.error(f"{file}: there is no folder {file.absolute().parent}")
+    if min(options.repeats, options.rows, options.tokens, options.accumulation) < 1:
+        parser.error("--repeats, --rows, --tokens and --accumulation must be at least 1")
     keep_memory()
     if options.threads:
         torch.set_num_threads(options.threads)

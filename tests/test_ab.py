@@ -53,7 +53,14 @@ def command(folder: Path, *arguments: str) -> list[str]:
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
     return subprocess.Popen(
-        command(folder, *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        command(folder, *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        ),  # background jobs of a shell ignore it
     )
 
 

@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from trl_sketch import SketchConfig, SketchOptimizer, SketchUpdate, get_sketch_model, make_projection
+from trl_sketch import SketchConfig, SketchOptimizer, SketchUpdate, get_sketch_model, make_projection, weights
 from trl_sketch.projection import PROJECTIONS, SIGN_PROJECTIONS, counter_hash, derive_key, unit_words
 from trl_sketch.weights import dequantize, quantize, subtract_
 
@@ -181,6 +181,17 @@ def test_a_shard_may_be_a_view(dtype):
     transposed = weight.t().contiguous().t()
     update.apply_(transposed)
     assert same(transposed.contiguous(), whole)
+
+
+@pytest.mark.parametrize("has_int8", [True, False])
+def test_the_layout_of_the_factor_does_not_matter(has_int8, monkeypatch):
+    # One row of a column-major factor has strides for which torch's int8 product is wrong.
+    monkeypatch.setattr(weights, "_CPU_HAS_INT8", has_int8)
+    update, weight = make_update(), make_weight()
+    whole = applied(update, weight)
+    update.q = update.q.t().contiguous().t()
+    for elements in (1, 53, 36 * 53, 10**9):
+        assert same(applied(update, weight, block_elements=elements), whole), elements
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -268,7 +268,7 @@ def _shard(size: int, world: int) -> int:
 @lru_cache
 def _packed_signs(rank: int, k: int) -> int:
     """Bytes of the compact form of Hadamard signs `(rank, k)`; see `projection.Signs`."""
-    width = 1 << ((k - 1).bit_length() + 1) // 2
+    width = 1 << (max(k - 1, 1).bit_length() + 1) // 2
     return rank * (-(-k // width) + width) + k
 
 

@@ -240,9 +240,10 @@ class SketchOptimizer(torch.optim.Optimizer):
             self._moments |= self._next_moments
         self.zero_grad()
         state.set_step(state.step + 1)
+        heard = [] if self._skips else updates
+        self._skips = False  # before the listeners, of which one may fail
         for listener in self.listeners:
-            listener(state.step, [] if self._skips else updates)
-        self._skips = False
+            listener(state.step, heard)
         return loss
 
     def _apply(self) -> list[SketchUpdate]:

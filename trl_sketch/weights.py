@@ -23,7 +23,7 @@ from .projection import PROJECTIONS, SIGN_PROJECTIONS, Range, Signs, projection_
 _BLOCK_ELEMENTS = {"cpu": 3 * 2**16}
 _BLOCK_ELEMENTS_DEFAULT = 2**20
 BASIS_ELEMENTS = 2**20  # of the columns of A that are drawn together
-FACTOR_ELEMENTS = 2**18  # of the factors that are quantized together
+FACTOR_ELEMENTS = 2**17  # of the factors that are quantized together
 _MIN_EXPONENT, _MAX_EXPONENT = -126, 103  # q·2^e, and sums of less than 2²⁴ times 2^e, are normal numbers of fp32
 _CPU_HAS_INT8 = torch.cpu._is_vnni_supported()  # else torch's int8 product is a plain loop
 
@@ -256,7 +256,9 @@ class SketchUpdate:
             integers = torch.empty(shape, dtype=torch.int32, device=weight.device)
             delta, new = (torch.empty(shape, dtype=torch.float32, device=weight.device) for _ in range(2))
             for start, stop in blocks:
-                n, negated = stop - start, -self.q[start:stop]
+                n = stop - start
+                # In memory of its own: of some strides that a slice may have torch's int8 product makes wrong sums.
+                negated = torch.neg(self.q[start:stop], out=self.q.new_empty(n, rank))
                 if basis.dtype == torch.int8:
                     torch._int_mm(negated, basis, out=integers[:n])
                     delta[:n].copy_(integers[:n])

@@ -923,3 +923,32 @@ def test_the_configuration_is_the_models_own():
     net = get_sketch_model(Net(), config)
     config.norm = "matrix"
     assert SketchOptimizer(net).config.norm == "none"
+
+
+def test_an_update_that_is_kept_keeps_no_other():
+    model, optimizer = make()
+    heard: list = []
+    optimizer.listeners.append(lambda step, updates: heard.extend(updates))
+    backward(model)
+    optimizer.step()
+    assert len(heard) > 1
+    for update in heard:
+        assert update.q.untyped_storage().nbytes() == update.q.numel()
+        assert update.exponent.untyped_storage().nbytes() == update.exponent.numel()
+
+
+def test_a_listener_that_fails_does_not_make_the_next_step_a_skipped_one():
+    model, optimizer = make()
+
+    def fail(step, updates):
+        raise RuntimeError("no disk")
+
+    optimizer.listeners.append(fail)
+    optimizer.skip()
+    with pytest.raises(RuntimeError, match="no disk"):
+        optimizer.step()
+    optimizer.listeners.clear()
+    before = weights_of(model)
+    backward(model)
+    optimizer.step()
+    assert any(moved.any() for moved in movement(model, before).values()) and optimizer.skipped_steps == 1

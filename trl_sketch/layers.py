@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .config import SketchConfig
 from .projection import SIGN_PROJECTIONS, Signs, derive_key, projection_basis, projection_scale
-from .weights import BASIS_ELEMENTS, row_blocks
+from .weights import BASIS_ELEMENTS, row_blocks, sign_dtype
 
 
 class _AccumulateSketch(torch.autograd.Function):
@@ -98,16 +98,22 @@ class ProjectionGroup:
         """A Aᵀ `(r, r)`, or `None` where it is (k/r)·I, because the rows of A are orthogonal."""
         if self.kind == "orthonormal" or (self.kind == "hadamard" and self.in_features.bit_count() == 1):
             return None
-        drawn, gram = self.drawn(dtype), self.key.new_zeros(self.rank, self.rank, dtype=dtype)
+        drawn = self.basis(dtype) if self.signs is None else self.signs
+        gram = self.key.new_zeros(self.rank, self.rank, dtype=dtype)
         for cols in row_blocks((0, self.in_features), self.rank, BASIS_ELEMENTS):  # a row here is a column of A
             part = drawn.block((0, self.rank), cols, dtype) if isinstance(drawn, Signs) else drawn[:, slice(*cols)]
             gram.addmm_(part, part.t())
         return gram.mul_(self.scale**2)
 
-    def drawn(self, dtype: torch.dtype) -> Signs | torch.Tensor:
-        """A / scale `(r, k)` in `dtype`, or, of signs so many that they would take much memory, their compact form."""
-        is_large = self.rank * self.in_features > BASIS_ELEMENTS
-        return self.signs if self.signs is not None and is_large else self.basis(dtype)
+    def drawn_for_update(self) -> Signs | torch.Tensor:
+        """What [`SketchUpdate.apply_`] takes: on a CPU signs, unless they are many, as they are multiplied there.
+
+        So they are cut once for all members. Elsewhere each update cuts them, or its kernel does.
+        """
+        if self.signs is None:
+            return self.basis(torch.float32)
+        is_small = self.rank * self.in_features <= BASIS_ELEMENTS
+        return self.basis(sign_dtype(self.key.device)) if is_small and self.key.device.type == "cpu" else self.signs
 
     @torch.no_grad()
     def project(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -14,7 +14,7 @@ from .config import SketchConfig
 from .layers import ProjectionGroup, SketchLinear
 from .model import sketch_state
 from .projection import derive_key, projection_basis
-from .weights import FACTOR_ELEMENTS, SketchUpdate, quantize, row_blocks, sign_dtype
+from .weights import FACTOR_ELEMENTS, SketchUpdate, quantize, row_blocks
 
 
 logger = logging.getLogger(__name__)
@@ -81,8 +81,9 @@ class SketchOptimizer(torch.optim.Optimizer):
     def propose(self, max_grad_norm: float | None = None) -> None:
         """Turn the sketches S into factors U, in place, and fix the size of the update. No weight moves.
 
-        In a process group the sketches become their mean over all ranks first. Sets `grad_norm`, the norm of all sketches together (0-dim float64; its square is an unbiased estimate of the
-        dense gradient's), and `update_ratio`, the proposal's ‖ΔW‖ / ‖W‖ over all selected weights.
+        In a process group the sketches become their mean over all ranks first. Sets `grad_norm`, the norm of all sketches
+        together (0-dim float64; its square is an unbiased estimate of the dense gradient's), and `update_ratio`, the
+        proposal's ‖ΔW‖ / ‖W‖ over all selected weights.
 
         Args:
             max_grad_norm: Scale the sketches down to this norm, if theirs is larger (`None` or 0: do not).
@@ -252,9 +253,8 @@ class SketchOptimizer(torch.optim.Optimizer):
         kept: list[SketchUpdate] = []
         group, drawn = None, None
         for layer, update in self._proposed_updates():
-            if layer.group is not group:
-                group = layer.group
-                drawn = group.drawn(torch.float32 if group.signs is None else sign_dtype(self.sketches.device))
+            if layer.group is not group:  # its members are neighbours
+                group, drawn = layer.group, layer.group.drawn_for_update()
             block, rows, cols = distributed.local_block(weights[layer.index])
             update.apply_(block, rows, cols, drawn=drawn)
             if self.listeners:
@@ -278,19 +278,18 @@ class SketchOptimizer(torch.optim.Optimizer):
                     q[part], exponent[part] = quantize(factor.mul_(self._alpha))
                 sizes = [layer.out_features for layer in members]
                 for layer, own_q, own_exponent in zip(members, q.split(sizes), exponent.split(sizes), strict=True):
-                    group = layer.group
-                    yield (
-                        layer,
-                        SketchUpdate(
-                            name=layer.name,
-                            projection=group.kind,
-                            in_features=layer.in_features,
-                            projection_key=group.key.clone(),  # the next step overwrites it
-                            rounding_key=rounding_keys[layer.index],
-                            q=own_q,
-                            exponent=own_exponent,
-                        ),
+                    update = SketchUpdate(
+                        name=layer.name,
+                        projection=layer.group.kind,
+                        in_features=layer.in_features,
+                        projection_key=layer.group.key.clone(),  # the next step overwrites it
+                        rounding_key=rounding_keys[layer.index],
+                        q=own_q,
+                        exponent=own_exponent,
                     )
+                    if self.listeners:  # whoever keeps one update of several must not keep the memory of all
+                        update.q, update.exponent = own_q.clone(), own_exponent.clone()
+                    yield layer, update
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Empty the sketches; drop a proposal."""

@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 import torch
 import transformers
-from clock import Clock, add_to_log
+from clock import Clock
 from datasets import Dataset, DatasetDict, load_dataset
 from embedded import (
     DIGITS,
@@ -24,6 +24,8 @@ from embedded import (
     make_problems,
     warm_start_model,
 )
+from meters import Meter, rollout_gap
+from peft import PeftModel
 from rewards import REWARDS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -39,6 +41,7 @@ from trl_sketch import SketchGRPOConfig
 EMBEDDED = Path(__file__).parent / "embedded"  # the YAML files of the embedded default
 EMBEDDED_SPLITS: dict[str, Split] = {"test": "held_out", "validation": "validation"}
 PACKAGED_MODELS = {"smollm2-135m": smollm2_folder}  # names of models that a package carries
+GAP_PROMPTS = 32  # held-out problems that rollout_gap_every looks at
 FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 console = Console()
@@ -96,6 +99,13 @@ class ScriptArguments:
         metadata={
             "help": "Optimizer steps between measurements of accuracy in the course of training; logged with the next step that "
             "is, and not part of its time. Default: none but before and after."
+        },
+    )
+    rollout_gap_every: int | None = field(
+        default=None,
+        metadata={
+            "help": "Optimizer steps between measurements of the gap between the trainer's log-probabilities and those of a "
+            "bf16 copy of its weights, which a rollout engine would have; logged like accuracy_every. Default: none."
         },
     )
     plot_file: str = field(default="reward.png", metadata={"help": "File of the reward curve, inside output_dir."})
@@ -301,27 +311,6 @@ class RewardBar(TrainerCallback):
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
-class AccuracyMeter(TrainerCallback):
-    """Adds `accuracy/greedy` and `accuracy/sampled` on the held-out problems to the log, every so many steps."""
-
-    def __init__(self, trainer: GRPOTrainer, job: Job, clock: Clock) -> None:
-        self.trainer, self.job, self.clock = trainer, job, clock
-        self._measured: dict[str, float] = {}
-        callbacks = trainer.callback_handler.callbacks
-        callbacks.insert(callbacks.index(clock) + 1, self)  # behind the end of a step's time, before those that report
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        if state.global_step % self.job.script.accuracy_every == 0 and state.global_step < state.max_steps:
-            with self.clock.stopped():
-                found = accuracy(self.trainer, self.job)
-            self._measured = {"accuracy/greedy": found.greedy, "accuracy/sampled": found.sampled}
-
-    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        if "loss" in (logs or {}):
-            add_to_log(logs, state, self._measured)
-            self._measured = {}
-
-
 @dataclass
 class Result:
     """What a run reached."""
@@ -337,8 +326,7 @@ def run(trainer: GRPOTrainer, job: Job) -> Result:
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(RewardBar())
     clock = Clock(trainer)
-    if job.script.accuracy_every and job.held_out:
-        AccuracyMeter(trainer, job, clock)
+    add_meters(trainer, job, clock)
     say_where(trainer)
     before = accuracy(trainer, job)
     resume = trainer.args.resume_from_checkpoint
@@ -349,6 +337,29 @@ def run(trainer: GRPOTrainer, job: Job) -> Result:
             trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         trainer.save_model()
     return Result(before, after, clock)
+
+
+def add_meters(trainer: GRPOTrainer, job: Job, clock: Clock) -> None:
+    """What the script is to measure in the course of training."""
+    script = job.script
+
+    def measure_accuracy() -> dict[str, float]:
+        found = accuracy(trainer, job)
+        assert found is not None
+        return {"accuracy/greedy": found.greedy, "accuracy/sampled": found.sampled}
+
+    if script.accuracy_every and job.held_out:
+        Meter(trainer, clock, script.accuracy_every, measure_accuracy, at_end=False)
+    if script.rollout_gap_every:
+        said = f"rollout_gap_every={script.rollout_gap_every}"
+        if not job.held_out:
+            raise ValueError(f"{said} looks at held-out problems: set num_eval_problems to 1 or more")
+        if trainer.accelerator.num_processes > 1:
+            raise ValueError(f"{said} needs one process, and there are {trainer.accelerator.num_processes}")
+        if isinstance(trainer.model, PeftModel):
+            raise ValueError(f"{said} looks at the model's own weights, and this trains an adapter: leave it out")
+        prompts = [problem["prompt"] for problem in job.held_out[:GAP_PROMPTS]]
+        Meter(trainer, clock, script.rollout_gap_every, lambda: rollout_gap(trainer, prompts), at_end=True)
 
 
 def say_where(trainer: GRPOTrainer) -> None:

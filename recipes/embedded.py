@@ -294,7 +294,7 @@ def _rewards(
     for start in range(0, len(problems), batch_size):
         batch = problems[start : start + batch_size]
         columns = {name: [problem[name] for problem in batch] for name in batch[0]}
-        inputs = _encode(tokenizer, columns["prompt"]).to(model.device)
+        inputs = encode(tokenizer, columns["prompt"]).to(model.device)
         tokens = model.generate(**inputs, **generation)[:, inputs["input_ids"].shape[1] :]
         completions = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         columns["prompts"] = columns.pop("prompt")  # TRL's name for it
@@ -302,7 +302,7 @@ def _rewards(
     return scores
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, prompts: list[Any]) -> BatchEncoding:
+def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[Any]) -> BatchEncoding:
     """Token ids and mask, both (prompts, tokens), padded on the left, of plain prompts or of chats."""
     side = {"padding_side": "left"}
     if isinstance(prompts[0], str):

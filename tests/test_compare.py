@@ -275,6 +275,18 @@ def test_the_page(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "Seeds 0, 1; cpu; python 3.11.9, torch 2.13.0." in settings
 
 
+def test_how_far_the_trainer_is_from_its_rollouts(write: Write, tmp_path: Path) -> None:
+    log = record("dense", 0).log
+    log[9] = log[9] | {"rollout_gap/mean": 0.5}
+    log[19] = log[19] | {"rollout_gap/mean": 0.1}
+    write("sketch", 0)
+    folder = write("dense", 0, log=log).parent
+    assert cli.main(["compare", str(folder), "--output", str(tmp_path / "page.md")]) == 0
+    rows = rows_of((tmp_path / "page.md").read_text(), "Trainer and rollouts")
+    assert rows[""] == ["`rollout_gap/mean`, in the course", "`rollout_gap/mean`, last"]
+    assert rows["dense"] == ["3.00e-01", "1.00e-01"] and rows["sketch"] == ["–", "–"]
+
+
 def test_one_seed_without_accuracy_and_kl(write: Write, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"accuracy": {}, "problems": [], "memory": {}, "peak_bytes": 0}
     folders = [write(label, 0, **changes) for label in ("LoRA", "dense")]

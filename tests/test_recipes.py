@@ -13,7 +13,9 @@ from typing import Any
 
 import common
 import pytest
-from embedded import WarmStart, evaluate, make_problems, warm_start_model
+import torch
+from embedded import WarmStart, encode, evaluate, make_problems, warm_start_model
+from meters import completion_log_probs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
@@ -197,6 +199,46 @@ def test_measuring_accuracy_leaves_the_training_as_it_is(warm_start: str, tmp_pa
         assert [entry[name] for entry in plain.log] == [entry[name] for entry in measured.log]
     assert ["accuracy/sampled" in entry for entry in measured.log] == [False, True, False]  # logged at steps 2, 4, 6
     assert [entry["step"] for entry in measured.log] == [2, 4, 6]
+
+
+def test_weights_in_bf16_are_those_of_the_rollouts_and_an_fp32_master_is_not(warm_start: str, tmp_path: Path) -> None:
+    """The gap that `rollout_gap_every` logs, which is measured behind every third step and logged at every second."""
+    often = ["--rollout_gap_every", "3"]
+    bf16 = trained_record(tmp_path / "bf16", "sketch", *often)
+    assert ["rollout_gap/mean" in entry for entry in bf16.log] == [False, True, True]
+    assert [entry["rollout_gap/max"] for entry in bf16.log[1:]] == [0.0, 0.0]
+    fp32 = trained_record(tmp_path / "fp32", "dense", *often)
+    assert all(1e-4 < entry["rollout_gap/mean"] < entry["rollout_gap/max"] < 1 for entry in fp32.log[1:])
+    plain = trained_record(tmp_path / "plain", "dense")
+    assert plain.accuracy == fp32.accuracy and plain.log[-1]["loss"] == fp32.log[-1]["loss"]
+
+
+def test_what_the_gap_to_rollouts_cannot_look_at_is_refused(warm_start: str, tmp_path: Path) -> None:
+    for method, arguments, message in (
+        ("lora", ["--rollout_gap_every", "1"], "rollout_gap_every=1 looks at the model's own weights"),
+        ("dense", ["--rollout_gap_every", "1", "--num_eval_problems", "0"], "set num_eval_problems to 1 or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trained_record(tmp_path, method, *arguments)
+
+
+def test_log_probabilities_of_completions_do_not_depend_on_padding(warm_start: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(warm_start, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(warm_start)
+    problems = make_problems("held_out", 3)
+    prompts = [problem["prompt"][-i:] for i, problem in enumerate(problems, start=3)]  # of different lengths
+    answers = torch.tensor([[tokenizer.convert_tokens_to_ids(digit) for digit in "1234"]] * 3)
+    inputs = encode(tokenizer, prompts)
+    length = inputs["input_ids"].shape[1]
+    tokens = torch.cat([inputs["input_ids"], answers], dim=1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(answers)], dim=1)
+    with torch.no_grad():
+        found = completion_log_probs(model, tokens, mask, length)
+        for row, prompt in enumerate(prompts):
+            alone = torch.cat([encode(tokenizer, [prompt])["input_ids"], answers[:1]], dim=1)
+            assert alone.shape[1] == int(mask[row].sum())
+            expected = model(alone).logits[0, -5:-1].log_softmax(-1).gather(1, answers[row, :, None]).squeeze(1)
+            torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-4)
 
 
 def test_a_resumed_runs_record_has_the_earlier_steps(warm_start: str, tmp_path: Path) -> None:

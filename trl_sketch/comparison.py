@@ -18,6 +18,10 @@ from .records import KINDS, METHOD_SETTINGS, RECORD_FILE, RUN_SETTINGS, WHENS, R
 Array = NDArray[np.floating]
 TIMES = ("time/rollout", "time/update", "time/sync")
 PREDICTED, REALIZED, BUDGET = "sketch/predicted_kl", "sketch/realized_kl", "sketch/kl_budget"
+# Trainer against rollouts: as `recipes/meters.py` measures it, and as TRL does on what vLLM sampled.
+GAPS = tuple(
+    f"{name}/{what}" for name in ("rollout_gap", "sampling/sampling_logp_difference") for what in ("mean", "max")
+)
 _MOST_SHOWN = 10  # differences in one message
 
 

@@ -7,7 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from .comparison import BUDGET, PREDICTED, REALIZED, Array, Comparison, deviation, logged, memory_of, seconds_per_step
+from .comparison import (
+    BUDGET,
+    GAPS,
+    PREDICTED,
+    REALIZED,
+    Array,
+    Comparison,
+    deviation,
+    logged,
+    memory_of,
+    seconds_per_step,
+)
 from .records import WHENS
 from .statistics import LEVEL, RESAMPLES, bootstrap_interval
 
@@ -39,6 +50,7 @@ def page(comparison: Comparison, figure_file: str, command: str, sweep: dict[str
     lines += _memory(comparison)
     lines += _time(comparison)
     lines += _kl(comparison)
+    lines += _gap(comparison)
     if sweep:
         lines += _sweep(sweep)
     lines += _settings(comparison)
@@ -144,6 +156,29 @@ def _kl(comparison: Comparison) -> list[str]:
         return []
     said = "Nats per token that a step moves the policy by, mean over the steps that logged it."
     return ["## KL", "", said, "", *table(["", "budget", "predicted", "realized"], rows)]
+
+
+def _gap(comparison: Comparison) -> list[str]:
+    found = {
+        label: {name: [logged(run, name)[2] for run in runs] for name in GAPS}
+        for label, runs in comparison.methods.items()
+    }
+    names = [name for name in GAPS if any(all(map(len, own[name])) for own in found.values())]
+    if not names:
+        return []
+    rows = []
+    for label, own in found.items():
+        ends = [[v[-1] for v in own[name]] if all(map(len, own[name])) else [] for name in names]
+        means = [[v.mean() for v in own[name]] if all(map(len, own[name])) else [] for name in names]
+        cells = [
+            mean_and_deviation(values, ".2e") if values else "–"
+            for pair in zip(means, ends, strict=True)
+            for values in pair
+        ]
+        rows.append([label, *cells])
+    said = "Difference between the log-probabilities that the trainer and the rollouts' model give a token, absolute, in nats: mean of what was measured in the course of training, and the last of it."
+    header = ["", *(f"`{name}`, {which}" for name in names for which in ("in the course", "last"))]
+    return ["## Trainer and rollouts", "", said, "", *table(header, rows)]
 
 
 def _sweep(sweep: dict[str, Any]) -> list[str]:

@@ -34,6 +34,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from trl_sketch.rewards import exact_match
+
 
 CACHE_VERSION = 1  # raise it whenever the code below would build a different warm start from the same settings
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
@@ -109,16 +111,6 @@ def make_problems(split: Split, count: int, seed: int = 0) -> list[dict[str, str
         problem = draw_problem(rng, split)
         problems.setdefault(problem["prompt"], problem)
     return list(problems.values())
-
-
-def completion_text(completion: str | list[dict[str, str]]) -> str:
-    """The text of a completion as TRL passes it: a string, or a list of chat messages."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
-
-
-def exact_match(completions: list, answer: list[str], **kwargs) -> list[float]:
-    """TRL reward function: 1.0 where the completion is the answer, white space aside, and 0.0 elsewhere."""
-    return [float(completion_text(c).strip() == a.strip()) for c, a in zip(completions, answer, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------- tokenizer and model

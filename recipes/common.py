@@ -31,7 +31,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from settings import read_settings
 from smollm2 import smollm2_folder
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
+from torch import nn
+from transformers import (
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+)
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
@@ -325,6 +333,7 @@ def run(trainer: GRPOTrainer, job: Job) -> Result:
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(RewardBar())
+    fold_head(trainer.model)
     clock = Clock(trainer)
     add_meters(trainer, job, clock)
     say_where(trainer)
@@ -337,6 +346,20 @@ def run(trainer: GRPOTrainer, job: Job) -> Result:
             trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         trainer.save_model()
     return Result(before, after, clock)
+
+
+def fold_head(model: PreTrainedModel | PeftModel) -> None:
+    """Give the LM head its input in one piece.
+
+    Of the prompt, generation needs the last position only, and a head that is frozen multiplies such a slice row by row: on a
+    CPU PyTorch then copies its weight for each row of the batch, 1.8 GB for 32 rows of a model with 49,152 tokens, which
+    took as long as all the rest of the generation.
+    """
+
+    def contiguous(head: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (inputs[0].contiguous(), *inputs[1:])
+
+    model.get_output_embeddings().register_forward_pre_hook(contiguous)
 
 
 def add_meters(trainer: GRPOTrainer, job: Job, clock: Clock) -> None:

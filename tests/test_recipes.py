@@ -241,6 +241,19 @@ def test_log_probabilities_of_completions_do_not_depend_on_padding(warm_start: s
             torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("folds", [False, True])
+def test_a_frozen_head_is_not_copied_for_each_row(folds: bool, warm_start: str) -> None:
+    """Without `fold_head` PyTorch copies it; should a later version not, the function is not needed any more."""
+    model = AutoModelForCausalLM.from_pretrained(warm_start).requires_grad_(False)
+    if folds:
+        common.fold_head(model)
+    with torch.no_grad(), torch.profiler.profile(record_shapes=True) as profiler:
+        model(torch.full((4, 9), 3), logits_to_keep=1)
+    heads = [[4, 1, model.config.hidden_size], [4, model.config.hidden_size, model.config.vocab_size]]
+    copied = [event for event in profiler.events() if event.name == "aten::bmm" and event.input_shapes[:2] == heads]
+    assert bool(copied) != folds
+
+
 def test_a_resumed_runs_record_has_the_earlier_steps(warm_start: str, tmp_path: Path) -> None:
     first = trained_record(tmp_path, "lora", "--save_strategy", "steps", "--save_steps", "4", "--logging_steps", "1")
     shutil.rmtree(tmp_path / "checkpoint-6", ignore_errors=True)

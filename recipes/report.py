@@ -81,7 +81,9 @@ def report(method: str, settings: Any, rank: int, trainer: GRPOTrainer, job: Job
         console.print(table)
 
     shapes = matrix_shapes(trainer.model, rank)
-    table = Table(title=f"Bytes for the attention and MLP matrices, rank {rank}", title_justify="left")
+    ranks = sorted({own for _, _, own in shapes})
+    said = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    table = Table(title=f"Bytes for the attention and MLP matrices, {said}", title_justify="left")
     table.add_column("")
     for column in ("weights", "training state", "together"):
         table.add_column(column, justify="right")

@@ -283,7 +283,7 @@ def test_how_far_the_trainer_is_from_its_rollouts(write: Write, tmp_path: Path) 
     folder = write("dense", 0, log=log).parent
     assert cli.main(["compare", str(folder), "--output", str(tmp_path / "page.md")]) == 0
     rows = rows_of((tmp_path / "page.md").read_text(), "Trainer and rollouts")
-    assert rows[""] == ["`rollout_gap/mean`, in the course", "`rollout_gap/mean`, last"]
+    assert rows[""] == ["`rollout_gap/mean`, while training", "`rollout_gap/mean`, last"]
     assert rows["dense"] == ["3.00e-01", "1.00e-01"] and rows["sketch"] == ["–", "–"]
 
 

@@ -14,6 +14,7 @@ from .comparison import (
     REALIZED,
     Array,
     Comparison,
+    Run,
     deviation,
     logged,
     memory_of,
@@ -159,25 +160,25 @@ def _kl(comparison: Comparison) -> list[str]:
 
 
 def _gap(comparison: Comparison) -> list[str]:
-    found = {
-        label: {name: [logged(run, name)[2] for run in runs] for name in GAPS}
-        for label, runs in comparison.methods.items()
-    }
-    names = [name for name in GAPS if any(all(map(len, own[name])) for own in found.values())]
+    names = [name for name in GAPS if any(len(logged(run, name)[2]) for run in comparison.runs)]
     if not names:
         return []
-    rows = []
-    for label, own in found.items():
-        ends = [[v[-1] for v in own[name]] if all(map(len, own[name])) else [] for name in names]
-        means = [[v.mean() for v in own[name]] if all(map(len, own[name])) else [] for name in names]
-        cells = [
-            mean_and_deviation(values, ".2e") if values else "–"
-            for pair in zip(means, ends, strict=True)
-            for values in pair
-        ]
-        rows.append([label, *cells])
-    said = "Difference between the log-probabilities that the trainer and the rollouts' model give a token, absolute, in nats: mean of what was measured in the course of training, and the last of it."
-    header = ["", *(f"`{name}`, {which}" for name in names for which in ("in the course", "last"))]
+
+    def cells(runs: list[Run], name: str) -> list[str]:
+        values = [logged(run, name)[2] for run in runs]
+        if not all(map(len, values)):
+            return ["–", "–"]
+        means, ends = [own.mean() for own in values], [own[-1] for own in values]
+        return [mean_and_deviation(means, ".2e"), mean_and_deviation(ends, ".2e")]
+
+    rows = [
+        [label, *(cell for name in names for cell in cells(runs, name))] for label, runs in comparison.methods.items()
+    ]
+    said = (
+        "How far apart the log-probabilities are that the trainer and the rollouts' model give a token, in nats: the mean of "
+        "what was measured while training, and the last of it."
+    )
+    header = ["", *(f"`{name}`, {which}" for name in names for which in ("while training", "last"))]
     return ["## Trainer and rollouts", "", said, "", *table(header, rows)]
 
 

@@ -19,26 +19,20 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 @pytest.mark.slow
 def test_two_steps_of_smollm2_on_sums(tmp_path: Path) -> None:
     addition.main(["--output", str(tmp_path / "addition")])
-    few = [
-        "--max_steps",
-        "2",
-        "--per_device_train_batch_size",
-        "8",
-        "--num_generations",
-        "4",
-        "--num_eval_problems",
-        "8",
+    few = (
+        "--max_steps 2 --per_device_train_batch_size 8 --num_generations 4 --num_eval_problems 8 --rollout_gap_every 1"
+    )
+    command = [sys.executable, RECIPES / "grpo_sketch.py", "--config", RECIPES / "smollm2-135m" / "sketch.yaml"]
+    command += [
+        "--dataset_name",
+        tmp_path / "addition",
+        "--output_dir",
+        tmp_path / "out",
+        "--save_trained_model",
+        "false",
     ]
     done = subprocess.run(
-        [
-            sys.executable,
-            str(RECIPES / "grpo_sketch.py"),
-            "--config",
-            str(RECIPES / "smollm2-135m" / "sketch.yaml"),
-            *few,
-        ]
-        + ["--dataset_name", str(tmp_path / "addition"), "--output_dir", str(tmp_path / "out")]
-        + ["--save_trained_model", "false", "--rollout_gap_every", "1"],
+        [*map(str, command), *few.split()],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"},

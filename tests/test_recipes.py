@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,16 @@ def test_measuring_accuracy_leaves_the_training_as_it_is(warm_start: str, tmp_pa
         assert [entry[name] for entry in plain.log] == [entry[name] for entry in measured.log]
     assert ["accuracy/sampled" in entry for entry in measured.log] == [False, True, False]  # logged at steps 2, 4, 6
     assert [entry["step"] for entry in measured.log] == [2, 4, 6]
+
+
+def test_measuring_takes_no_part_in_the_time(warm_start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = common.Accuracy([1.0] * 8, [[1.0]] * 8)
+    monkeypatch.setattr(common, "accuracy", lambda trainer, job: time.sleep(0.5) or found)
+    record = trained_record(tmp_path, "dense", "--accuracy_every", "1")  # behind five of the six steps
+    steps = sum(
+        2 * (entry["time/rollout"] + entry["time/update"]) for entry in record.log
+    )  # each entry: two steps' mean
+    assert abs(record.seconds - steps) < 1.25, (record.seconds, steps)
 
 
 def test_weights_in_bf16_are_those_of_the_rollouts_and_an_fp32_master_is_not(warm_start: str, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ EVERY_FIELD = {
     "beta1": ("0.8", ["0.8"], 0.8),
     "beta2": ("0.99", ["0.99"], 0.99),
     "relative_epsilon": ("1e-6", ["1e-6"], 1e-6),
+    "spectral_power": ("0.5", ["0.5"], 0.5),
     "weight_precision": ("fp32", ["fp32"], "fp32"),
     "kl_budget": ("1e-3", ["1e-3"], 1e-3),
     "kl_budget_final": ("1e-4", ["1e-4"], 1e-4),
@@ -113,6 +114,7 @@ def check_refused(name: str, values: tuple, allowed: str) -> None:
         ("beta1", (1.0, -0.1, math.nan), r"in \[0, 1\)"),
         ("beta2", (1.0, -0.1, math.nan), r"in \[0, 1\)"),
         ("relative_epsilon", (-1e-8, 1.0, math.nan), r"in \[0, 1\)"),
+        ("spectral_power", (-0.1, 1.1, math.nan, None, "x", True), r"in \[0, 1\]"),
         ("kl_budget", (0, -1e-4, math.nan, math.inf, "x"), "None or positive and finite"),
         ("kl_budget_final", (0, -1e-4, math.nan, "x"), "None or positive"),
         ("kl_schedule_steps", (0, -1, 1.5), "None or a positive number of steps"),
@@ -158,6 +160,7 @@ def test_values_at_the_edge_are_taken():
         "update_ratio": (1e-9, 0.999),
         "beta2": (0, 0.0, 0.9999),
         "relative_epsilon": (0.0, 0.5),
+        "spectral_power": (0, 0.0, 0.5, 1, 1.0),
         "projection_seed": (0, 123456789012),
     }.items():
         for value in values:

@@ -94,7 +94,8 @@ class SketchConfig:
         default="global",
         metadata={
             "help": "What fixes the size of an update: global (one factor for all matrices), matrix (each moves by the "
-            "same fraction of its own norm), none (plain W - learning_rate * S A).",
+            "same fraction of its own norm), none (plain SGD, or with row_adam and adam a step like AdamW's: about "
+            "learning_rate per weight, and shorter where a gradient is small for its history).",
             "choices": list(NORMS),
         },
     )
@@ -112,6 +113,13 @@ class SketchConfig:
     relative_epsilon: float = field(
         default=1e-8,
         metadata={"help": "Stabilizer of row_adam and adam, relative to the mean root second moment of a matrix."},
+    )
+    spectral_power: float = field(
+        default=1.0,
+        metadata={
+            "help": "Power that the singular values of each update are raised to, its norm kept: 1 leaves them as the "
+            "update rule has them, 0 makes all directions equally strong (as Muon), 0.5 lies between."
+        },
     )
     weight_precision: str = field(
         default="auto",
@@ -257,6 +265,7 @@ class SketchConfig:
         self._check("beta1", _is_fraction(self.beta1), "in [0, 1)")
         self._check("beta2", _is_fraction(self.beta2), "in [0, 1)")
         self._check("relative_epsilon", _is_fraction(self.relative_epsilon), "in [0, 1)")
+        self._check("spectral_power", _is_number(self.spectral_power) and 0 <= self.spectral_power <= 1, "in [0, 1]")
         self._check_choice("vllm_sync", VLLM_SYNCS)
         self._check(
             "full_sync_every",
@@ -298,7 +307,7 @@ class SketchConfig:
         if self.norm == "none" and self.update_ratio is not None:
             raise ValueError(
                 f"update_ratio={self.update_ratio} has no meaning with norm='none', where the step is learning_rate * "
-                "S A: use norm='global' or 'matrix', or leave update_ratio unset"
+                "U A: use norm='global' or 'matrix', or leave update_ratio unset"
             )
 
     def _check(self, name: str, is_good: bool, allowed: str) -> None:
@@ -376,9 +385,13 @@ def _is_positive_int(value: Any) -> bool:
     return _is_int(value) and value > 0
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return _is_number(value) and 0 < value < math.inf
 
 
 def _is_fraction(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+    return _is_number(value) and 0 <= value < 1

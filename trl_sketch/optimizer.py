@@ -127,11 +127,17 @@ class SketchOptimizer(torch.optim.Optimizer):
                 step=self._updates + 1,
                 beta2=config.beta2,
                 relative_epsilon=config.relative_epsilon,
+                restore=config.norm != "none",
             )
+            if config.norm == "none":
+                norms = rules.per_matrix(row_norm * multiplier, self.sizes)
             for (block, _), part in zip(blocks, multiplier.split([len(block) for block, _ in blocks]), strict=True):
                 block.mul_(part[:, None])
         elif config.update_rule == "adam":
             norms = self._adam(unit)
+        if config.spectral_power != 1:
+            for layer in self.layers:
+                rules.flatten_(layer.sketch, config.spectral_power)
 
         self._alpha = 1.0
         state.coefficients = self._step_sizes(self._applied_norms(norms))

@@ -32,6 +32,7 @@ methods:
 
 A sweep gives every method the same number of values, the same seeds and steps, and is judged on a split that the A/B does
 not look at. It writes `sweep.json` beside `ab.yaml`, for the page; the chosen values are for a person to put into the files.
+With `--methods` it takes the others from the `sweep.json` that is there, if that has the same seeds, steps and values.
 """
 
 import argparse
@@ -246,6 +247,29 @@ def sweep_result(
     return {"split": SWEEP_SPLIT, "seeds": seeds, "steps": steps, "criterion": CRITERION, "methods": found}
 
 
+def with_earlier(experiment: Experiment, result: dict[str, Any]) -> dict[str, Any] | None:
+    """A sweep of some methods, completed by what an earlier one has in `sweep.json` of the others.
+
+    Returns:
+        `None` where methods are missing still, or the earlier sweep was another: other seeds, steps or values.
+    """
+    file = experiment.folder / SWEEP_FILE
+    earlier = json.loads(file.read_text()) if file.is_file() else {"methods": {}}
+    found = result["methods"]
+    if len(found) < len(experiment.methods) and any(
+        earlier.get(key) != result[key] for key in result.keys() - {"methods"}
+    ):
+        return None
+    methods = {}
+    for method in experiment.methods:
+        entry = found.get(method.label, earlier["methods"].get(method.label))
+        values = [point[method.knob] for point in method.values]
+        if entry is None or (entry["knob"], entry["values"]) != (method.knob, values):
+            return None
+        methods[method.label] = entry
+    return result | {"methods": methods}
+
+
 def print_sweep(methods: Sequence[Method], result: dict[str, Any]) -> None:
     """The scores, and what is to be done about them."""
     seeds = ", ".join(map(str, result["seeds"]))
@@ -356,9 +380,10 @@ def run_sweep(experiment: Experiment, methods: list[Method], output: Path, jobs:
     failed = run_all(order, output, console, jobs)
     if not failed:
         result = sweep_result(experiment, methods, runs)
-        file = experiment.folder / SWEEP_FILE if len(methods) == len(experiment.methods) else output / SWEEP_FILE
-        file.write_text(json.dumps(result, indent=1) + "\n")
         print_sweep(methods, result)
+        whole = with_earlier(experiment, result)
+        file = (output if whole is None else experiment.folder) / SWEEP_FILE
+        file.write_text(json.dumps(whole or result, indent=1) + "\n")
         console.print(f"Written to {file}")
     return _report(failed, len(order))
 

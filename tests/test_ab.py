@@ -219,6 +219,30 @@ def test_a_sweep_chooses_by_score(experiment: Callable[..., Path]) -> None:
     assert "validation" in (folder / "ab/comparison.md").read_text()
 
 
+def test_a_sweep_of_some_methods_keeps_the_others(experiment: Callable[..., Path]) -> None:
+    methods = {name: {"knob": "size", "values": [1.0, 2.0]} for name in ("a", "b")}
+    folder = experiment(methods, sweep={"seeds": [100]})
+    file, partial = folder / "sweep.json", folder / "out/sweep.json"
+    assert run(folder, "--sweep", "--methods", "b")[0] == 0
+    assert not file.exists() and list(json.loads(partial.read_text())["methods"]) == ["b"]
+    assert run(folder, "--sweep")[0] == 0
+    first = json.loads(file.read_text())
+
+    methods["a"]["values"] = [3.0, 4.0]
+    experiment(methods, sweep={"seeds": [100]})
+    status, printed = run(folder, "--sweep", "--methods", "a")
+    assert status == 0 and f"Written to {file}" in printed, printed
+    second = json.loads(file.read_text())
+    assert second["methods"]["a"]["values"] == [3.0, 4.0] and second["methods"]["b"] == first["methods"]["b"]
+    assert list(second["methods"]) == ["a", "b"]
+
+    for change in ({"values": [1.0, 5.0]}, {"knob": "rate"}):  # of b, whose earlier sweep no longer counts
+        experiment(methods | {"b": methods["b"] | change}, sweep={"seeds": [100]})
+        assert run(folder, "--sweep", "--methods", "a")[0] == 0 and json.loads(file.read_text()) == second
+    experiment(methods, sweep={"seeds": [101]})
+    assert run(folder, "--sweep", "--methods", "a")[0] == 0 and json.loads(file.read_text()) == second
+
+
 def test_a_sweep_is_as_thorough_for_every_method(experiment: Callable[..., Path]) -> None:
     methods = {"a": {"knob": "size", "values": [1.0, 2.0]}, "b": {"knob": "size", "values": [1.0]}}
     status, printed = run(experiment(methods, sweep={"seeds": [100]}), "--sweep")

@@ -48,7 +48,7 @@ def test_no_arguments_are_the_embedded_default(monkeypatch: pytest.MonkeyPatch) 
     script, training, sketch = parse(monkeypatch)
     assert script.model_name_or_path is None
     assert (training.max_steps, training.output_dir) == (200, "runs/sketch")
-    assert (sketch.rank, sketch.norm) == (40, "none")
+    assert (sketch.rank, sketch.norm, sketch.spectral_power) == (48, "none", 0.5)
 
 
 def test_a_model_of_ones_own_takes_the_defaults_in_every_spelling(monkeypatch: pytest.MonkeyPatch) -> None:

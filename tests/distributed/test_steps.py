@@ -111,7 +111,11 @@ SHARDINGS = {"ddp": None, "fsdp2": {}, "fsdp2_kept": {"reshard_after_forward": F
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("config", [{}, {"update_rule": "sgd", "norm": "matrix", "update_ratio": 1e-2}], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"update_rule": "sgd", "norm": "matrix", "update_ratio": 1e-2}, {"norm": "none", "spectral_power": 0.5}],
+    ids=str,
+)
 def test_two_ranks_make_the_steps_of_one_process(config: dict, sharding: str) -> None:
     alone, *_ = train_net(FP32, config=config)
     (weights, sums, _, shapes), (_, others, *_) = run(2, train_net, FP32, SHARDINGS[sharding], config)

@@ -98,11 +98,12 @@ class Floor(Contestant):
 
 
 class Sketch(Contestant):
-    def __init__(self, model: nn.Module, rank: int, projection: str) -> None:
+    def __init__(self, model: nn.Module, rank: int, projection: str, spectral_power: float = 1.0) -> None:
         super().__init__(model)
         self.name, self.rank, self.projection = f"sketch, {projection}", rank, projection
         add_fused_lm_head(model)
-        get_sketch_model(model, SketchConfig(rank=rank, projection=projection, update_ratio=6e-5, kl_budget=None))
+        settings = {"update_ratio": 6e-5, "kl_budget": None, "spectral_power": spectral_power}
+        get_sketch_model(model, SketchConfig(rank=rank, projection=projection, **settings))
         self.optimizer = SketchOptimizer(model, lr=1.0)
         self.state = sketch_state(model)
         self.steps: list[Step] = []
@@ -202,7 +203,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
         if "lora" in options.methods:
             found.append(Lora(model(), rank))
         if "sketch" in options.methods:
-            found += [Sketch(model(), rank, projection) for projection in options.projections]
+            found += [Sketch(model(), rank, kind, options.spectral_power) for kind in options.projections]
     return found
 
 
@@ -283,6 +284,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1, help="microbatches in a step")
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--projections", nargs="+", choices=PROJECTIONS, default=["hadamard"])
+    parser.add_argument("--spectral_power", type=float, default=1.0, help="of the sketches' update")
     parser.add_argument(
         "--methods", nargs="+", choices=("dense", "lora", "sketch"), default=["dense", "lora", "sketch"]
     )

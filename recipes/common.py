@@ -147,6 +147,9 @@ def parse_arguments(default_config: str, *method: type) -> tuple[Any, ...]:
     unknown = [name for name in script.rewards if name not in REWARDS]
     if unknown:
         parser.error(f"--rewards {' '.join(unknown)}: it must be among {', '.join(REWARDS)}")
+    for name in ("num_eval_problems", "accuracy_every", "rollout_gap_every"):
+        if (getattr(script, name) or 0) < 0:
+            parser.error(f"--{name} {getattr(script, name)}: it must not be negative; 0 is none")
     be_quiet()
     return script, training, *rest
 

@@ -156,6 +156,16 @@ def test_validation_problems_are_others_than_those_of_the_test(
         parse(monkeypatch, "--dataset_test_split", "valid")
 
 
+@pytest.mark.parametrize("name", ["num_eval_problems", "accuracy_every", "rollout_gap_every"])
+def test_negative_numbers_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(monkeypatch, f"--{name}", "-1")
+    assert f"--{name} -1: it must not be negative" in capsys.readouterr().err
+    assert getattr(parse(monkeypatch, f"--{name}", "0")[0], name) == 0
+
+
 @pytest.mark.parametrize("other", ["lora", "dense"])
 def test_the_readme_says_how_the_scripts_differ(other: str) -> None:
     def main_of(method: str) -> list[str]:

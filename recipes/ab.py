@@ -36,6 +36,7 @@ With `--methods` it takes the others from the `sweep.json` that is there, if tha
 """
 
 import argparse
+import hashlib
 import json
 import re
 import sys
@@ -52,6 +53,7 @@ from runs import Run, run_all
 from settings import read_settings
 
 from trl_sketch import cli
+from trl_sketch.comparison_page import load_sweep
 from trl_sketch.records import RunRecord
 
 
@@ -240,34 +242,50 @@ def sweep_result(
         scores = [[score(run.folder) for run in seeds] for seeds in runs[method.label]]
         values = [point[method.knob] for point in method.values]
         best = max(range(len(values)), key=lambda i: fmean(scores[i]))
-        found[method.label] = {"knob": method.knob, "values": values, "scores": scores, "chosen": values[best]}
+        found[method.label] = {
+            "knob": method.knob,
+            "values": values,
+            "scores": scores,
+            "chosen": values[best],
+            "searched": searched(experiment, method),
+        }
     first = runs[methods[0].label][0][0]
     steps = RunRecord.load(first.folder).steps
     seeds = list(experiment.sweep.seeds)
     return {"split": SWEEP_SPLIT, "seeds": seeds, "steps": steps, "criterion": CRITERION, "methods": found}
 
 
+def searched(experiment: Experiment, method: Method) -> str:
+    """Tells whether two sweeps of a method were the same search: a hash of all settings but the values that are tried."""
+    assert experiment.sweep is not None
+    settings = method.settings | experiment.sweep.settings
+    fixed = {name: value for name, value in settings.items() if name not in {"output_dir", *method.values[0]}}
+    said = json.dumps([method.script, fixed, method.values], sort_keys=True, default=str)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
 def with_earlier(experiment: Experiment, result: dict[str, Any]) -> dict[str, Any] | None:
-    """A sweep of some methods, completed by what an earlier one has in `sweep.json` of the others.
+    """A sweep of some methods, completed by what the experiment's `sweep.json` has of the others.
 
     Returns:
-        `None` where methods are missing still, or the earlier sweep was another: other seeds, steps or values.
+        `None` where methods are missing still, or the earlier sweep was another search.
+
+    Raises:
+        ValueError: The file is not what a sweep writes, or lacks a method.
     """
-    file = experiment.folder / SWEEP_FILE
-    earlier = json.loads(file.read_text()) if file.is_file() else {"methods": {}}
-    found = result["methods"]
-    if len(found) < len(experiment.methods) and any(
-        earlier.get(key) != result[key] for key in result.keys() - {"methods"}
-    ):
+    found, file = result["methods"], experiment.folder / SWEEP_FILE
+    others = {method.label for method in experiment.methods} - found.keys()
+    if not others:
+        return result
+    if not file.is_file():
         return None
-    methods = {}
-    for method in experiment.methods:
-        entry = found.get(method.label, earlier["methods"].get(method.label))
-        values = [point[method.knob] for point in method.values]
-        if entry is None or (entry["knob"], entry["values"]) != (method.knob, values):
-            return None
-        methods[method.label] = entry
-    return result | {"methods": methods}
+    earlier = load_sweep(file, others)
+    methods = earlier["methods"] | found
+    if any(earlier[key] != result[key] for key in result.keys() - {"methods"}):
+        return None
+    if any(methods[m.label].get("searched") != searched(experiment, m) for m in experiment.methods):
+        return None
+    return result | {"methods": {method.label: methods[method.label] for method in experiment.methods}}
 
 
 def print_sweep(methods: Sequence[Method], result: dict[str, Any]) -> None:
@@ -367,7 +385,7 @@ def run_ab(experiment: Experiment, methods: list[Method], seeds: Sequence[int], 
         sweep = experiment.folder / SWEEP_FILE
         if sweep.is_file():
             options += ["--sweep", str(sweep)]
-            print_differences(methods, json.loads(sweep.read_text()))
+            print_differences(methods, load_sweep(sweep, []))
         status = cli.main(["compare", *map(str, folders), "--output", str(output / PAGE), *options])
     return _report(failed, len(runs)) or status
 
@@ -381,11 +399,22 @@ def run_sweep(experiment: Experiment, methods: list[Method], output: Path, jobs:
     if not failed:
         result = sweep_result(experiment, methods, runs)
         print_sweep(methods, result)
-        whole = with_earlier(experiment, result)
+        try:
+            whole = with_earlier(experiment, result)
+        except ValueError as error:
+            console.print(f"The other methods' results are not used: {error}", markup=False)
+            whole = None
         file = (output if whole is None else experiment.folder) / SWEEP_FILE
-        file.write_text(json.dumps(whole or result, indent=1) + "\n")
+        _write(file, json.dumps(whole or result, indent=1) + "\n")
         console.print(f"Written to {file}")
     return _report(failed, len(order))
+
+
+def _write(file: Path, text: str) -> None:
+    """Whole or not at all."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text)
+    part.replace(file)
 
 
 def _report(failed: list[Run], total: int) -> int:

@@ -150,6 +150,8 @@ def parse_arguments(default_config: str, *method: type) -> tuple[Any, ...]:
     for name in ("num_eval_problems", "accuracy_every", "rollout_gap_every"):
         if (getattr(script, name) or 0) < 0:
             parser.error(f"--{name} {getattr(script, name)}: it must not be negative; 0 is none")
+    if script.max_prompt_length is not None and script.max_prompt_length < 1:
+        parser.error(f"--max_prompt_length {script.max_prompt_length}: it must be a number of tokens")
     be_quiet()
     return script, training, *rest
 

@@ -228,7 +228,11 @@ def test_a_sweep_of_some_methods_keeps_the_others(experiment: Callable[..., Path
     assert run(folder, "--sweep")[0] == 0
     first = json.loads(file.read_text())
 
-    methods["a"]["values"] = [3.0, 4.0]
+    methods["a"] = {
+        "knob": "size",
+        "values": [3.0, 4.0],
+        "settings": {"size": 4.0},
+    }  # as a person puts in what was chosen
     experiment(methods, sweep={"seeds": [100]})
     status, printed = run(folder, "--sweep", "--methods", "a")
     assert status == 0 and f"Written to {file}" in printed, printed
@@ -236,11 +240,44 @@ def test_a_sweep_of_some_methods_keeps_the_others(experiment: Callable[..., Path
     assert second["methods"]["a"]["values"] == [3.0, 4.0] and second["methods"]["b"] == first["methods"]["b"]
     assert list(second["methods"]) == ["a", "b"]
 
-    for change in ({"values": [1.0, 5.0]}, {"knob": "rate"}):  # of b, whose earlier sweep no longer counts
-        experiment(methods | {"b": methods["b"] | change}, sweep={"seeds": [100]})
-        assert run(folder, "--sweep", "--methods", "a")[0] == 0 and json.loads(file.read_text()) == second
-    experiment(methods, sweep={"seeds": [101]})
-    assert run(folder, "--sweep", "--methods", "a")[0] == 0 and json.loads(file.read_text()) == second
+
+@pytest.mark.parametrize(
+    ("change", "sweep"),
+    [
+        ({"values": [1.0, 5.0]}, {}),
+        ({"knob": "rate"}, {}),
+        ({"settings": {"end": 1.0}}, {}),
+        ({"values": [{"size": 1.0, "end": 1.0}, {"size": 2.0, "end": 1.0}]}, {}),
+        ({}, {"seeds": [101]}),
+        ({}, {"settings": {"end": 1.0}}),
+    ],
+    ids=str,
+)
+def test_an_earlier_sweep_that_was_another_search_is_not_taken(
+    experiment: Callable[..., Path], change: dict[str, Any], sweep: dict[str, Any]
+) -> None:
+    methods = {name: {"knob": "size", "values": [1.0, 2.0]} for name in ("a", "b")}
+    folder = experiment(methods, sweep={"seeds": [100]})
+    assert run(folder, "--sweep")[0] == 0
+    first = (folder / "sweep.json").read_text()
+    experiment(methods | {"b": methods["b"] | change}, sweep={"seeds": [100]} | sweep)
+    status, printed = run(folder, "--sweep", "--methods", "a", "--output", str(folder / "other"))
+    assert status == 0 and f"Written to {folder / 'other' / 'sweep.json'}" in printed, printed
+    assert (folder / "sweep.json").read_text() == first
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "{}", '{"methods": {"b": []}}'])
+def test_a_bad_sweep_file_stops_no_sweep(experiment: Callable[..., Path], content: str) -> None:
+    methods = {name: {"knob": "size", "values": [1.0]} for name in ("a", "b")}
+    folder = experiment(methods, sweep={"seeds": [100]})
+    file = folder / "sweep.json"
+    file.write_text(content)
+    status, printed = run(folder, "--sweep", "--methods", "a")
+    assert status == 0 and "The other methods' results are not used" in printed and str(file) in printed
+    status, printed = run(folder, "--seeds", "0", "--output", str(folder / "ab"))
+    assert status == 2 and f"--sweep {file}" in printed
+    status, printed = run(folder, "--sweep")
+    assert status == 0 and list(json.loads(file.read_text())["methods"]) == ["a", "b"]
 
 
 def test_a_sweep_is_as_thorough_for_every_method(experiment: Callable[..., Path]) -> None:

@@ -195,6 +195,8 @@ def test_twenty_steps_match_the_reference(update_rule, norm, update_ratio, proje
         optimizer.step()
         expected = reference.factors(before, gradients, projections)
         moved = movement(model, before)
+        said = optimizer.update_ratio.item() * flat(before).norm()
+        assert said == pytest.approx(flat(moved).norm().item(), rel=0.02), step
         dot = square = 0.0
         for name, factor in expected.items():
             if not factor.any():
@@ -243,6 +245,23 @@ def test_a_matrix_without_gradient_stays_among_others_that_move(norm):
         after = weights_of(model)
         assert torch.equal(after["b"], before["b"])
         assert not torch.equal(after["a"], before["a"]) and not torch.equal(after["c"], before["c"])
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e-21, 1e-23, 1e-30, 1e-42])
+@pytest.mark.parametrize("norm", ["global", "matrix", "none"])
+@pytest.mark.parametrize("update_rule", ["row_adam", "adam", "sgd"])
+def test_a_gradient_whose_squares_are_lost_moves_no_weight_far(update_rule, norm, size):
+    """One matrix whose sketch is so small that fp32 has no squares of it, among others that are not."""
+    refresh = "never" if update_rule == "adam" else "every_step"
+    for spectral_power in (1.0, 0.5):
+        config = {"update_rule": update_rule, "refresh": refresh, "norm": norm, "spectral_power": spectral_power}
+        model, optimizer = make(FP32, lr=1e-3, **config)
+        before = weights_of(model)
+        sketch_state(model).flat.normal_()
+        sketch_state(model).sketches["b"].mul_(size)
+        optimizer.step()
+        largest = max(weight.abs().max().item() for weight in movement(model, before).values())
+        assert 0 < largest < 0.05, (spectral_power, largest)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -164,6 +164,9 @@ def test_negative_numbers_are_refused(
         parse(monkeypatch, f"--{name}", "-1")
     assert f"--{name} -1: it must not be negative" in capsys.readouterr().err
     assert getattr(parse(monkeypatch, f"--{name}", "0")[0], name) == 0
+    with pytest.raises(SystemExit):
+        parse(monkeypatch, "--max_prompt_length", "0")
+    assert "--max_prompt_length 0: it must be a number of tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("other", ["lora", "dense"])

@@ -124,7 +124,7 @@ def test_adam_of_nothing_is_nothing():
 @pytest.mark.parametrize("shape", [(40, 8), (8, 40), (16, 16), (5, 1), (1, 5)], ids=str)
 @pytest.mark.parametrize("power", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)], ids=str)
-@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
+@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25], ids=str)
 def test_flatten_raises_singular_values_to_a_power(shape, power, dtype, tolerance, size):
     torch.manual_seed(0)
     left, _ = torch.linalg.qr(torch.randn(shape[0], min(shape), dtype=torch.float64))
@@ -149,6 +149,22 @@ def test_flatten_enlarges_no_noise_beyond_what_a_dtype_can_tell():
     sketch = torch.zeros(32, 8)
     rules.flatten_(sketch, 0.5)
     assert not sketch.any()
+    for entry in (1e-44, 1e-38, 3e38):  # the least and the largest numbers
+        sketch = torch.zeros(32, 8)
+        sketch[3, 5] = entry
+        before = sketch.clone()
+        rules.flatten_(sketch, 0.5)
+        torch.testing.assert_close(sketch, before, rtol=1e-5, atol=0)
+
+
+def test_flatten_works_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sketch = torch.randn(40, 8, dtype=torch.float64)
+    whole, parts = sketch.clone(), sketch.clone()
+    rules.flatten_(whole, 0.5)
+    monkeypatch.setattr(rules, "BLOCK_ELEMENTS", 24)
+    rules.flatten_(parts, 0.5)
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+    assert (parts - sketch).norm() > 0.01 * sketch.norm()
 
 
 def test_norms_per_matrix_and_spread_per_row():

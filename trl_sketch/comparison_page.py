@@ -299,6 +299,8 @@ def load_sweep(file: Path, labels: Iterable[str]) -> dict[str, Any]:
         raise ValueError(f"--sweep {file} cannot be read as JSON: {error}") from None
     names = ("split", "seeds", "steps", "criterion", "methods")
     need(isinstance(sweep, dict) and all(name in sweep for name in names), f"it must have {', '.join(names)}")
+    mappings = [sweep["methods"], *(sweep["methods"].values() if isinstance(sweep["methods"], dict) else ())]
+    need(all(isinstance(value, dict) for value in mappings), "methods must have an object for each method")
     without = [label for label in labels if label not in sweep["methods"]]
     need(
         not without,

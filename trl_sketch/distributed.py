@@ -25,13 +25,16 @@ from .projection import Range
 from .sync.checksum import checksum
 
 
-_NORM_ELEMENTS = (
-    2**18
-)  # of a weight on a CPU that are squared together: torch makes a copy in `dtype`, which stays in the cache
+# Of a weight on a CPU, what is squared together: torch makes a copy in `dtype`, which stays in the cache.
+_NORM_ELEMENTS = 2**18
 
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if world_size() > 1 else 0
 
 
 # ---------------------------------------------------------------------- what is where
@@ -106,6 +109,12 @@ def average_(tensor: torch.Tensor) -> None:
     if world > 1:
         dist.all_reduce(tensor)
         tensor.div_(world)
+
+
+def broadcast_(tensor: torch.Tensor) -> None:
+    """Give all ranks the first one's `tensor`."""
+    if world_size() > 1:
+        dist.broadcast(tensor, src=0)
 
 
 def largest(value: int, device: torch.device) -> int:

@@ -107,6 +107,9 @@ class SketchOptimizer(torch.optim.Optimizer):
         distributed.average_(state.flat)
         blocks = state.rank_blocks()
         row_norm = torch.cat([torch.linalg.vector_norm(block, dim=1) for block, _ in blocks])
+        row_norm.masked_fill_(
+            row_norm < rules.least(row_norm.dtype), 0
+        )  # of less the squares are lost, and so the norm
         norms = rules.per_matrix(row_norm, self.sizes)
         self._check_finite(norms)
         self.grad_norm = torch.linalg.vector_norm(norms)
@@ -136,8 +139,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         elif config.update_rule == "adam":
             norms = self._adam(unit)
         if config.spectral_power != 1:
-            for layer in self.layers:
-                rules.flatten_(layer.sketch, config.spectral_power)
+            self._flatten()
 
         self._alpha = 1.0
         state.coefficients = self._step_sizes(self._applied_norms(norms))
@@ -168,6 +170,13 @@ class SketchOptimizer(torch.optim.Optimizer):
                 relative_epsilon=self.config.relative_epsilon,
             )
         return torch.stack([torch.linalg.vector_norm(layer.sketch, dtype=torch.float64) for layer in self.layers])
+
+    def _flatten(self) -> None:
+        """By one rank for all: how an eigendecomposition is rounded depends on the number of threads."""
+        if distributed.rank() == 0:
+            for layer in self.layers:
+                rules.flatten_(layer.sketch, self.config.spectral_power)
+        distributed.broadcast_(self.sketches.flat)
 
     def _applied_norms(self, norms: torch.Tensor) -> torch.Tensor:
         """‖U A‖ of each matrix `(M,)` from ‖U‖: √tr(UᵀU·AAᵀ), without forming U A."""

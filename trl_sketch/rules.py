@@ -7,6 +7,14 @@ shapes below R is the number of rows of all matrices together, M the number of m
 import torch
 
 
+BLOCK_ELEMENTS = 2**20  # of a factor, in a temporary
+
+
+def least(dtype: torch.dtype) -> float:
+    """The least number whose square is not lost; what is divided by a root mean square is divided by no less."""
+    return torch.finfo(dtype).tiny ** 0.5
+
+
 def per_matrix(rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     """Norms of the matrices `(M,)` from the norms of their rows `(R,)`, in float64."""
     return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in rows.split(sizes)])
@@ -47,7 +55,8 @@ def row_adam(
     tiny = torch.finfo(torch.float32).tiny
     mean = torch.stack([part.mean() for part in root.split(sizes)])
     # In place, because a vector of float64 for all rows of a model takes tens of megabytes.
-    multiplier = root.add_(per_row((relative_epsilon * mean).clamp_min(tiny), sizes)).reciprocal_()
+    root.add_(per_row(relative_epsilon * mean, sizes)).clamp_min_(least(second_moment.dtype))
+    multiplier = root.reciprocal_()
     if not restore:
         return multiplier.to(row_mean_square.dtype)
     row_norm = row_mean_square.to(torch.float64, copy=True).sqrt_()
@@ -82,29 +91,38 @@ def adam_(
     first_moment.lerp_(sketch, 1 - beta1)
     second_moment.mul_(beta2).addcmul_(sketch, sketch, value=1 - beta2)
     root = (second_moment / (1 - beta2**step)).sqrt_()
-    root += (relative_epsilon * root.mean()).clamp_min(torch.finfo(torch.float32).tiny)
+    root.add_(relative_epsilon * root.mean()).clamp_min_(least(root.dtype))
     torch.div(first_moment, root, out=sketch).div_(1 - beta1**step)
 
 
-def flatten_(sketch: torch.Tensor, power: float) -> None:
+def flatten_(factor: torch.Tensor, power: float) -> None:
     """Raise the singular values of a factor to a power, in place; its norm and its singular vectors stay.
 
-    U = P diag(σ) Qᵀ becomes P diag(σ^power) Qᵀ times a number. 1 changes nothing, 0 makes all directions equally strong as
-    Muon does, and between them the weak ones gain. It needs no history, so it works for a projection that is redrawn.
-    It costs four products of the size of (UᵀU) and one eigendecomposition of min(d, r)². Directions of which floating-point
-    numbers of this precision know nothing, σ² below min(d, r) · ε of the largest, are enlarged as if they were at that edge.
+    U = P diag(σ) Qᵀ becomes P diag(σ^power) Qᵀ times a number: at 1 nothing changes, at 0 all directions are equally strong, as
+    Muon has them, and between the weak ones gain. They are the update's own where the rows of A are orthogonal. No history
+    is needed, so A may be redrawn at every step. It costs two products of 2·d·r·min(d, r) operations, an eigendecomposition
+    of min(d, r)², and no memory that grows with d.
+
+    Directions that are weaker than this precision can tell, σ² below min(d, r) · ε of the largest, are enlarged as those at
+    that edge.
 
     Args:
-        sketch: U, finite, `(d, r)`.
+        factor: U, finite, `(d, r)`.
         power: In [0, 1].
     """
-    norm = torch.linalg.vector_norm(sketch, dtype=torch.float64)
-    wide = sketch.shape[0] < sketch.shape[1]
-    unit = sketch * torch.where(norm > 0, 1 / norm, 0.0).to(sketch.dtype)  # its squares neither over- nor underflow
-    squares, directions = torch.linalg.eigh(unit @ unit.T if wide else unit.T @ unit)
-    known, tiny = len(squares) * torch.finfo(sketch.dtype).eps, torch.finfo(sketch.dtype).tiny
-    gain = squares.clamp_min((squares[-1] * known).clamp_min(tiny)).pow_((power - 1) / 2)
-    change = (directions * gain) @ directions.T
-    flat = change @ unit if wide else unit @ change
-    reached = torch.linalg.vector_norm(flat, dtype=torch.float64)
-    torch.mul(flat, torch.where(reached > 0, norm / reached, 0.0).to(sketch.dtype), out=sketch)
+    rows, rank = factor.shape
+    number = torch.finfo(factor.dtype)
+    norm = torch.linalg.vector_norm(factor, dtype=torch.float64)
+    factor.mul_(
+        torch.where(norm > 0, 1 / norm, 0.0).clamp_max(number.max)
+    )  # squares of it neither over- nor underflow
+    squares, directions = torch.linalg.eigh(factor @ factor.T if rows < rank else factor.T @ factor)
+    edge = (squares[-1] * len(squares) * number.eps).clamp_min(number.tiny)
+    change = directions * squares.clamp_min(edge).pow_((power - 1) / 2) @ directions.T
+    if rows < rank:
+        factor.copy_(change @ factor)
+    else:
+        for part in factor.split(max(1, BLOCK_ELEMENTS // rank)):
+            part.copy_(part @ change)
+    reached = torch.linalg.vector_norm(factor, dtype=torch.float64)
+    factor.mul_(torch.where(reached > 0, norm / reached, 0.0))

@@ -126,6 +126,18 @@ def test_two_ranks_make_the_steps_of_one_process(config: dict, sharding: str) ->
     assert_same_steps(alone, weights)
 
 
+def train_with_threads_of_its_own(config: dict[str, Any]) -> list[int]:
+    torch.set_num_threads(1 + dist.get_rank())
+    return train_net(BF16, config=config)[1]
+
+
+def test_ranks_with_other_numbers_of_threads_have_the_same_bits() -> None:
+    """Which an eigendecomposition has not: one rank makes it for all."""
+    config = {"widths": (384, 256), "rank": 128, "norm": "none", "lr": 1e-3, "spectral_power": 0.5}
+    first, second = run(2, train_with_threads_of_its_own, config)
+    assert first == second and len(set(first)) == STEPS
+
+
 def test_a_rank_without_a_row_takes_part() -> None:
     """Of the two rows of `b`, three ranks hold one, one and none."""
     alone, *_ = train_net(FP32, microbatches=6)

@@ -1,4 +1,4 @@
-"""Reward of the embedded default with and without KL control, at the usual update and at one ten times as large.
+"""Reward of the embedded task with and without KL control, at a usual update and at one ten times as large.
 
 python benchmarks/kl_collapse.py    # four runs, about five minutes on two cores; writes docs/kl-collapse.png
 """

@@ -41,7 +41,8 @@ def state_bytes(shapes: list[tuple[int, int, int]], update_rule: str = "row_adam
 
     Dense AdamW keeps fp32 weights, and a gradient and two moments of the same size. LoRA keeps bf16 weights, and in fp32
     the adapter, its gradient and two moments. A sketch keeps bf16 weights, and in fp32 the sketch and what `update_rule`
-    keeps: nothing, for RowAdam one number per row, or for Adam two per entry. Activations, and parameters outside these matrices, are not counted.
+    keeps: nothing, for RowAdam one number per row, or for Adam two per entry. Activations, projections, and parameters outside these
+    matrices are not counted.
     """
     weights = sum(d * k for d, k, _ in shapes)
     moments = {"sgd": lambda d, r: 0, "row_adam": lambda d, r: 4 * d, "adam": lambda d, r: 8 * d * r}[update_rule]
@@ -83,7 +84,7 @@ def report(method: str, settings: Any, rank: int, trainer: GRPOTrainer, job: Job
     shapes = matrix_shapes(trainer.model, rank)
     ranks = sorted({own for _, _, own in shapes})
     said = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-    table = Table(title=f"Bytes for the attention and MLP matrices, {said}", title_justify="left")
+    table = Table(title=f"Bytes for the attention and MLP matrices, each at {said}", title_justify="left")
     table.add_column("")
     for column in ("weights", "training state", "together"):
         table.add_column(column, justify="right")

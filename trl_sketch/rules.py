@@ -99,9 +99,10 @@ def flatten_(factor: torch.Tensor, power: float) -> None:
     """Raise the singular values of a factor to a power, in place; its norm and its singular vectors stay.
 
     U = P diag(σ) Qᵀ becomes P diag(σ^power) Qᵀ times a number: at 1 nothing changes, at 0 all directions are equally strong, as
-    Muon has them, and between the weak ones gain. They are the update's own where the rows of A are orthogonal. No history
-    is needed, so A may be redrawn at every step. It costs two products of 2·d·r·min(d, r) operations, an eigendecomposition
-    of min(d, r)², and no memory that grows with d.
+    in Muon (Jordan et al., 2024, who do it to a momentum of the whole gradient), and between the weak ones gain. Where the
+    rows of A are orthogonal, σ are the update's singular values too. No history is needed, so A may be redrawn at every step.
+    It costs two products of 2·d·r·min(d, r) operations, the eigendecomposition of a Gram matrix of min(d, r) rows, and no
+    memory that grows with d.
 
     Directions that are weaker than this precision can tell, σ² below min(d, r) · ε of the largest, are enlarged as those at
     that edge.
@@ -113,9 +114,8 @@ def flatten_(factor: torch.Tensor, power: float) -> None:
     rows, rank = factor.shape
     number = torch.finfo(factor.dtype)
     norm = torch.linalg.vector_norm(factor, dtype=torch.float64)
-    factor.mul_(
-        torch.where(norm > 0, 1 / norm, 0.0).clamp_max(number.max)
-    )  # squares of it neither over- nor underflow
+    # First to a norm of 1, of which the squares neither over- nor underflow.
+    factor.mul_(torch.where(norm > 0, 1 / norm, 0.0).clamp_max(number.max))
     squares, directions = torch.linalg.eigh(factor @ factor.T if rows < rank else factor.T @ factor)
     edge = (squares[-1] * len(squares) * number.eps).clamp_min(number.tiny)
     change = directions * squares.clamp_min(edge).pow_((power - 1) / 2) @ directions.T

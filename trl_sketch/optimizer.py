@@ -107,7 +107,6 @@ class SketchOptimizer(torch.optim.Optimizer):
         distributed.average_(state.flat)
         blocks = state.rank_blocks()
         row_norm = torch.cat([torch.linalg.vector_norm(block, dim=1) for block, _ in blocks])
-        row_norm.masked_fill_(row_norm < rules.least(row_norm.dtype), 0)  # less is rounding of lost squares
         norms = rules.per_matrix(row_norm, self.sizes)
         self._check_finite(norms)
         self.grad_norm = torch.linalg.vector_norm(norms)

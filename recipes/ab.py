@@ -32,7 +32,7 @@ methods:
 
 A sweep gives every method the same number of values, the same seeds and steps, and is judged on a split that the A/B does
 not look at. It writes `sweep.json` beside `ab.yaml`, for the page; the chosen values are for a person to put into the files.
-With `--methods` it takes the others from the `sweep.json` that is there, if that has the same seeds, steps and values.
+With `--methods` it takes the others from the `sweep.json` that is there, if theirs were the same seeds, steps, settings and values.
 """
 
 import argparse

@@ -67,7 +67,7 @@ def measure_mismatch(batches: Sequence[dict[str, Any]], eos_token_ids: Sequence[
             each `(batch, length)`.
         eos_token_ids: Tokens that end a response.
     """
-    total = torch.zeros(2, dtype=torch.float64)
+    total = torch.zeros(2, dtype=torch.float64, device="cpu")
     for batch in batches:
         sampled, trained = batch.get("sampling_per_token_logps"), batch.get("old_per_token_logps")
         if sampled is None or trained is None:
@@ -118,7 +118,7 @@ def predicted_kl(
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
     if method not in ("jvp", "finite_difference"):
         raise ValueError(f"method must be jvp or finite_difference, got {method!r}")
-    total = torch.zeros(2, dtype=torch.float64)
+    total = torch.zeros(2, dtype=torch.float64, device="cpu")
     for inputs in [batches] if isinstance(batches, dict) else batches:
         inputs, positions = probed_positions(inputs, max_tokens)
         if method == "jvp":
@@ -127,7 +127,7 @@ def predicted_kl(
             h, rate = probe.finite_difference(model, inputs)
         h, rate = h[positions], rate[positions]  # the states at the other positions go before the scores come
         variances = _score_variance(model, h, rate, temperature)
-        total += torch.stack([variances.sum(), torch.tensor(float(len(variances)))]).double()
+        total += torch.stack([variances.sum(), variances.new_tensor(len(variances))])
     return _mean_over_ranks(total, model) / (2 * temperature**2)
 
 
@@ -148,10 +148,10 @@ def realized_kl(
         temperature: T.
         max_tokens: As it was for `before`.
     """
-    total = torch.zeros(2, dtype=torch.float64)
+    total = torch.zeros(2, dtype=torch.float64, device="cpu")
     for old, new in zip(before, reference_states(model, batches, max_tokens=max_tokens), strict=True):
         divergence = _divergence(model, old, new - old, temperature)
-        total += torch.stack([divergence.sum(), torch.tensor(float(len(divergence)))]).double()
+        total += torch.stack([divergence.sum(), divergence.new_tensor(len(divergence))])
     return _mean_over_ranks(total, model)
 
 
@@ -217,7 +217,7 @@ def _score_variance(model: PreTrainedModel, h: torch.Tensor, rate: torch.Tensor,
                 dz = dz * (1 - (z / softcap).square())
             variance.add(z / temperature, dz)
         results.append((variance.square / variance.weight).cpu())
-    return torch.cat(results) if results else torch.zeros(0, dtype=torch.float64)
+    return torch.cat(results) if results else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
 class _Variance:
@@ -268,7 +268,7 @@ def _divergence(model: PreTrainedModel, h: torch.Tensor, change: torch.Tensor, t
             moments.add(z / temperature, dz, torch.expm1(dz) - dz)
         mean, excess = moments.means()
         results.append((torch.log1p(mean + excess) - mean).cpu())
-    return torch.cat(results) if results else torch.zeros(0, dtype=torch.float64)
+    return torch.cat(results) if results else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
 class _Moments:

@@ -183,6 +183,8 @@ class SketchLinear(nn.Linear):
         if not torch.compiler.is_compiling() and _is_forgotten():
             projected = y.new_empty(()).expand(*input.shape[:-1], self.group.rank)  # of the shape that is expected
         else:
+            if not torch.compiler.is_compiling() and self.group.key.device != input.device:
+                self.state.move_keys(input.device)  # the model has been moved since they were drawn
             projected = self.group.project(input, y.dtype)
         return _AccumulateSketch.apply(y, self.state.anchor, projected, self)
 
@@ -253,13 +255,14 @@ class SketchState:
         self.update_ratio = 0.0
         self.owner = object()
         self.probe: Callable[[SketchLinear, torch.Tensor], torch.Tensor] | None = None
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         for index, layer in enumerate(self.layers.values()):
             layer.index = index
             layer.state = self
         self._flat: torch.Tensor | None = None
         self._sketches: dict[str, torch.Tensor] = {}
-        self.keys = torch.zeros(len(groups), dtype=torch.int32)
+        device = self.device if self.device.type != "meta" else "cpu"
+        self.keys = torch.zeros(len(groups), dtype=torch.int32, device=device)
         self.set_step(0)
 
     @property
@@ -304,11 +307,15 @@ class SketchState:
             name: chunk.view(layer.out_features, layer.group.rank)
             for (name, layer), chunk in zip(self.layers.items(), self._flat.split(sizes), strict=True)
         }
-        self._move_keys(device)
+        self.move_keys(device)
 
-    def _move_keys(self, device: torch.device) -> None:
-        self.keys = self.keys.to(device)
-        self._draw()
+    def move_keys(self, device: torch.device) -> None:
+        """Have the projections on `device`."""
+        if self.keys.device != device:
+            self.keys = self.keys.to(device)
+            self._draw()
+            for group in self.groups:
+                group.redrawn()
 
     def _draw(self) -> None:
         """Hand out the keys, and draw the signs of all groups of one shape together."""
@@ -341,7 +348,7 @@ class SketchState:
         period = self.config.refresh_steps
         drawn_at = 0 if period is None else step - step % period
         keys = [derive_key(self.seed, drawn_at, group.name, "projection") for group in self.groups]
-        self.keys.copy_(torch.tensor(keys, dtype=torch.int32))
+        self.keys.copy_(torch.tensor(keys, dtype=torch.int32, device="cpu"))
         self._draw()
         for group in self.groups:
             group.redrawn()

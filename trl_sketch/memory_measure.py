@@ -394,7 +394,7 @@ def _run(plan: Plan, model: PreTrainedModel, meter: _Meter, device: str, attenti
 def _sketch_optimizer(model: PreTrainedModel, plan: Plan, device: str) -> SketchOptimizer:
     """The optimizer of a model that was given its sketches on the meta device, after the first microbatch."""
     state = sketch_state(model)
-    state.anchor = torch.zeros((), requires_grad=True)
+    state.anchor = torch.zeros((), requires_grad=True, device="cpu")
     state.keys = torch.zeros(len(state.groups), dtype=torch.int32, device=device)
     state.set_step(0)
     for group in state.groups:

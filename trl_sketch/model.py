@@ -281,7 +281,7 @@ def _inject(
     shared = ".".join(part for part in (parent, siblings[0]) if part) if siblings else name
     group = groups.get((shared, rank))
     if group is None or group.in_features != linear.in_features:
-        key = torch.zeros((), dtype=torch.int32)
+        key = torch.zeros((), dtype=torch.int32, device="cpu")
         group = ProjectionGroup(shared if group is None else name, config.projection, rank, linear.in_features, key)
         groups[(group.name, rank)] = group
     group.members += 1

@@ -278,7 +278,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         state = self.sketches
         names = [layer.name for layer in self.layers]
         rounding = [derive_key(state.seed, state.step, name, "rounding") for name in names]
-        rounding_keys = torch.tensor(rounding, dtype=torch.int32).to(state.flat.device)
+        rounding_keys = torch.tensor(rounding, dtype=torch.int32, device="cpu").to(state.flat.device)
         for sketches, layers in state.rank_blocks():
             for members, rows in _in_parts(layers, sketches.shape[1]):
                 q = torch.empty(rows[1] - rows[0], sketches.shape[1], dtype=torch.int8, device=sketches.device)

@@ -188,8 +188,8 @@ class SketchUpdate:
             name=name,
             projection=PROJECTIONS[kind],
             in_features=in_features,
-            projection_key=torch.tensor(projection_key, dtype=torch.int32),
-            rounding_key=torch.tensor(rounding_key, dtype=torch.int32),
+            projection_key=torch.tensor(projection_key, dtype=torch.int32, device="cpu"),
+            rounding_key=torch.tensor(rounding_key, dtype=torch.int32, device="cpu"),
             q=q,
             exponent=exponent,
         )

@@ -228,7 +228,9 @@ def _read_tensor(reader: _Reader) -> tuple[str, torch.Tensor]:
     if dtype >= len(_DTYPES):
         raise ValueError(f"{name}: the type must be one of 0 to {len(_DTYPES) - 1}, got {dtype}")
     data = bytearray(reader.take(_DTYPES[dtype].itemsize * math.prod(shape)))
-    tensor = torch.frombuffer(data, dtype=_DTYPES[dtype]) if data else torch.empty(0, dtype=_DTYPES[dtype])
+    tensor = (
+        torch.frombuffer(data, dtype=_DTYPES[dtype]) if data else torch.empty(0, dtype=_DTYPES[dtype], device="cpu")
+    )
     return name, tensor.view(shape)
 
 

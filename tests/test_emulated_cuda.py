@@ -1,0 +1,117 @@
+"""Training, memory measurement and benchmarks on a CUDA device, emulated in the CPU's memory: see emulated_cuda/__main__.py."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from trl_sketch.records import RunRecord
+
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = [
+    pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a CUDA of its own"),
+    pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="needs a C++ compiler"),
+]
+
+
+def run(*arguments: str | Path, emulate: bool = True) -> subprocess.CompletedProcess[str]:
+    launcher = [ROOT / "tests" / "emulated_cuda"] if emulate else []
+    command = [sys.executable, *launcher, *arguments]
+    return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def good(*arguments: str | Path, emulate: bool = True) -> str:
+    done = run(*arguments, emulate=emulate)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emulated") / "script.py"
+
+
+def test_it_refuses_what_a_gpu_refuses(script: Path) -> None:
+    """And computes the rest, views and changes in place too; else the other tests would show nothing."""
+    script.write_text(
+        "import torch\n"
+        "a = torch.ones(3, 4, device='cuda')\n"
+        "a[:, 1:].mul_(2)\n"
+        "assert a.is_cuda and (a @ a.T).cpu().tolist() == [[13.0] * 3] * 3\n"
+        "for mixed in (lambda: a + torch.ones(3, 4), lambda: a @ torch.ones(4, 2), lambda: torch.cat([a, torch.ones(1, 4)])):\n"
+        "    try:\n"
+        "        mixed()\n"
+        "    except RuntimeError as error:\n"
+        "        assert 'to be on the same device' in str(error), error\n"
+        "    else:\n"
+        "        raise AssertionError('two devices were mixed')\n"
+        "before = torch.cuda.memory_allocated()\n"
+        "b = torch.empty(1000, device='cuda')\n"
+        "assert torch.cuda.memory_allocated() - before == 4096\n"
+        "del b\n"
+        "assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() >= before + 4096\n"
+    )
+    good(script)
+
+
+@pytest.mark.slow
+def test_training_is_that_of_the_cpu(tmp_path: Path) -> None:
+    """The recipe finds the device and trains as on the CPU; the log has the peaks of its memory."""
+    recipe = [
+        ROOT / "recipes" / "grpo_sketch.py",
+        "--max_steps",
+        "3",
+        "--num_eval_problems",
+        "8",
+        "--save_strategy",
+        "no",
+    ]
+    runs = {}
+    for device in ("cuda", "cpu"):
+        good(*recipe, "--output_dir", tmp_path / device, emulate=device == "cuda")
+        runs[device] = RunRecord.load(tmp_path / device)
+    assert (runs["cuda"].device, runs["cpu"].device) == ("cuda: Emulated GPU", "cpu")
+    assert runs["cuda"].memory == runs["cpu"].memory
+    for on_cuda, on_cpu in zip(runs["cuda"].log, runs["cpu"].log, strict=True):
+        assert on_cuda.get("reward") == on_cpu.get("reward")
+        assert on_cuda.get("sketch/predicted_kl") == pytest.approx(on_cpu.get("sketch/predicted_kl"), rel=0.05)
+    steps = [entry for entry in runs["cuda"].log if "sketch/peak_update_bytes" in entry]
+    assert len(steps) == 3 and not any("sketch/peak_update_bytes" in entry for entry in runs["cpu"].log)
+    for entry in steps:
+        tensors = sum(runs["cuda"].memory.values())
+        assert tensors < entry["sketch/peak_update_bytes"] <= entry["sketch/peak_loop_bytes"] < 1 << 30
+
+
+@pytest.mark.slow
+def test_the_trainer_resumes_and_probes_there() -> None:
+    """The trainer's own tests: checkpoints, both probes, gradient checkpointing."""
+    chosen = ["tests/test_trainer.py", "tests/test_kl_control.py", "-k", "checkpoints_and_resume or either_probe"]
+    assert "4 passed" in good("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *chosen)
+
+
+def test_memory_is_measured_there(tmp_path: Path) -> None:
+    """`--measure cuda` runs, and its peak has at least what a method keeps between the steps."""
+    size = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 32}
+    Qwen3Config(**size, num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
+    methods = [word for method in ("sketch", "rgc", "lora", "dense") for word in ("--method", method)]
+    memory = ["-m", "trl_sketch.cli", "memory", "--model", tmp_path, "--rank", "16", "--tokens", "64", *methods]
+    found = json.loads(good(*memory, "--measure", "cuda", "--json"))
+    assert [entry["method"] for entry in found] == ["sketch", "rgc", "lora", "dense"]
+    for entry in found:
+        kept = sum(
+            entry["parts_bytes"].get(part, 0) for part in ("weights", "sketch", "projection", "adapter", "optimizer")
+        )
+        assert entry["measured_on"] == "cuda" and kept < entry["measured_bytes"] < 3 * kept + (32 << 20), entry
+
+
+def test_benchmarks_run_there() -> None:
+    """A layer's forward before any optimizer is made, for one."""
+    small = ["--inputs", "96", "--outputs", "128", "--rank", "16", "--tokens", "32", "--repeats", "1"]
+    assert "sketch, hadamard" in good(ROOT / "benchmarks" / "linear.py", *small)

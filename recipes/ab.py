@@ -332,15 +332,15 @@ def print_differences(methods: Sequence[Method], result: dict[str, Any]) -> None
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0; 1 where a run failed; 2 for a mistake of the caller; 130 where it was stopped."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="Folder of the experiment, with an ab.yaml.")
-    parser.add_argument("--seeds", type=int, nargs="+", help="Seeds of the A/B, in the place of those in ab.yaml.")
+    parser.add_argument("--seeds", type=int, nargs="+", help="Seeds of the A/B. Default: those of ab.yaml.")
     parser.add_argument("--output", type=Path, help="Folder to write. Default: runs/ab-NAME, or runs/sweep-NAME.")
     parser.add_argument("--methods", nargs="+", metavar="LABEL", help="Only these. Default: all of ab.yaml.")
     parser.add_argument("--sweep", action="store_true", help="Search for each method's step size instead.")
-    parser.add_argument("--jobs", type=int, default=1, help="Runs at a time; with more than one, times mean nothing.")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="Runs at a time; with more than one, times mean nothing. Default: 1."
+    )
     args = parser.parse_args(arguments)
     try:
         experiment = read_experiment(args.folder)

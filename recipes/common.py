@@ -312,10 +312,10 @@ class RewardBar(TrainerCallback):
         if not state.is_world_process_zero or "reward" not in (logs or {}):
             return
         rewards = [log["reward"] for log in state.log_history[-10:] if "reward" in log]
-        mean = sum(rewards) / len(rewards)
-        self.bar.update(self.task, reward=f"{mean:.2f}")
+        said = f"{sum(rewards) / len(rewards):.2f} (mean of the last {len(rewards)})"
+        self.bar.update(self.task, reward=said)
         if not console.is_terminal and state.global_step % max(1, state.max_steps // 10) == 0:
-            console.print(f"step {state.global_step}/{state.max_steps}  reward {mean:.2f}")
+            console.print(f"step {state.global_step}/{state.max_steps}  reward {said}")
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self.bar.stop()

@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from trl_sketch import SketchConfig, SketchOptimizer, get_sketch_model, make_projection
+from trl_sketch import SketchConfig, SketchOptimizer, SketchUpdate, get_sketch_model, make_projection
 from trl_sketch.model import sketch_state
 
 
@@ -881,6 +882,44 @@ def test_a_checkpoint_library_primes_and_carries_the_state(update_rule):
         backward(m, 2)
         o.step()
     assert same_bits(weights_of(model), weights_of(other)) and not same_bits(weights_of(model), weights)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyboardInterrupt()], ids=repr)
+def test_what_a_broken_step_has_applied_is_not_applied_again(error, monkeypatch):
+    model, optimizer = make()
+    heard = []
+    optimizer.listeners.append(lambda step, updates: heard.append((step, len(updates))))
+    backward(model)
+    optimizer.step()
+    before, moments = weights_of(model), copy.deepcopy(sketch_entry(optimizer)["moments"])
+    backward(model, 1)
+    apply_ = SketchUpdate.apply_
+
+    def failing(update, weight, *args, **kwargs):
+        if update.name != "a":
+            raise error
+        apply_(update, weight, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SketchUpdate, "apply_", failing)
+        with pytest.raises(type(error)):
+            optimizer.step()
+    after = weights_of(model)
+    assert [name for name in after if not torch.equal(after[name], before[name])] == ["a"]
+    assert not optimizer.sketches.proposed and not optimizer.sketches.flat.any()
+    assert same_bits(sketch_entry(optimizer)["moments"], moments) and optimizer.skipped_steps == 1
+    backward(model, 2)
+    optimizer.step()
+    assert heard == [(1, 3), (3, 3)]  # of a version in between nothing is known: a rollout needs whole weights
+
+
+def test_an_optimizer_is_not_copied_without_its_model():
+    model, optimizer = make()
+    for copying in (copy.deepcopy, pickle.dumps, lambda own: torch.save(own, io.BytesIO())):
+        with pytest.raises(TypeError, match="give the model's copy a new one, and load state_dict"):
+            copying(optimizer)
+    twin = SketchOptimizer(copy.deepcopy(model), lr=1e-3)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 # Of a step of a fixed size the correction of the moments' bias is no part; of plain adam it is.

@@ -234,6 +234,9 @@ class SketchOptimizer(torch.optim.Optimizer):
         With empty sketches and a learning rate of 0, as checkpoint libraries call it to have a state made, it does
         nothing.
 
+        An exception while weights are changed (Ctrl-C, no memory) leaves some of them changed and drops the rest of the
+        update. Training can go on: the step counts as a skipped one, and a rollout gets whole weights at its next sync.
+
         Raises:
             FloatingPointError: See [`propose`].
         """
@@ -249,7 +252,15 @@ class SketchOptimizer(torch.optim.Optimizer):
         else:
             if not state.proposed:
                 self.propose()
-            updates = self._apply()
+            try:
+                updates = self._apply()
+            except (
+                BaseException
+            ):  # what has been applied must not be so again; weights of a version that nobody was sent
+                self.zero_grad()
+                self.skipped_steps += 1
+                state.set_step(state.step + 1)
+                raise
             self._moments |= self._next_moments
         self.zero_grad()
         state.set_step(state.step + 1)
@@ -343,6 +354,12 @@ class SketchOptimizer(torch.optim.Optimizer):
         self._ranks_agree = True
 
     # ------------------------------------------------------------------ state
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a SketchOptimizer cannot be copied or pickled without its model: give the model's copy a new one, and "
+            "load state_dict() into it"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with an entry `sketch` in the parameter group: step, seed, moments, mismatch, and whose they are.

@@ -35,9 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gradient-checkpointing",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="recompute activations in backward, as GRPOConfig does by default",
+        help="recompute activations in backward, as GRPOConfig does by default (default: yes)",
     )
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="what the model computes in")
+    add(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32"),
+        help="what the model computes in (default: bfloat16)",
+    )
     add("--world-size", type=int, default=1, help="GPUs, with FSDP2 if more than one (default: 1)")
     add("--gpu-memory", action="append", type=float, metavar="GIB", help="a card to judge; may be repeated")
     add(

@@ -16,6 +16,7 @@ from trl_sketch.records import RunRecord
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"),
     pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a CUDA of its own"),
     pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="needs a C++ compiler"),
 ]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from trl_sketch import SketchConfig, SketchOptimizer, get_sketch_model
 
 
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 # ---------------------------------------------------------- making one

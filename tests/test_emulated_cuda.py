@@ -1,6 +1,5 @@
 """Training, memory measurement and benchmarks on a CUDA device, emulated in the CPU's memory: see emulated_cuda/__main__.py."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config
 
 from trl_sketch.records import RunRecord
 
@@ -97,22 +95,25 @@ def test_the_trainer_resumes_and_probes_there() -> None:
     assert "4 passed" in good("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *chosen)
 
 
-def test_memory_is_measured_there(tmp_path: Path) -> None:
-    """`--measure cuda` runs, and its peak has at least what a method keeps between the steps."""
-    size = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 32}
-    Qwen3Config(**size, num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
-    methods = [word for method in ("sketch", "rgc", "lora", "dense") for word in ("--method", method)]
-    memory = ["-m", "trl_sketch.cli", "memory", "--model", tmp_path, "--rank", "16", "--tokens", "64", *methods]
-    found = json.loads(good(*memory, "--measure", "cuda", "--json"))
-    assert [entry["method"] for entry in found] == ["sketch", "rgc", "lora", "dense"]
-    for entry in found:
-        kept = sum(
-            entry["parts_bytes"].get(part, 0) for part in ("weights", "sketch", "projection", "adapter", "optimizer")
-        )
-        assert entry["measured_on"] == "cuda" and kept < entry["measured_bytes"] < 3 * kept + (32 << 20), entry
+@pytest.mark.slow
+def test_everything_is_measured_there(tmp_path: Path) -> None:
+    """`benchmarks/gpu.py` runs every benchmark, and `trl-sketch memory --measure cuda`."""
+    page = tmp_path / "gpu.md"
+    small = ["--shape", "embedded", "--tokens", "64", "--ranks", "16", "--repeats", "1", "--output", page]
+    good(ROOT / "benchmarks" / "gpu.py", *small)
+    text = page.read_text()
+    assert text.count("\n## ") == 5 and "Failed" not in text and "sketch, hadamard | 16 |" in text
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.count("|") == 7]
+    measured = {row[0]: float(row[3]) for row in rows if row[0] in ("sketch", "lora", "dense")}
+    assert 0 < measured["sketch"] < measured["lora"] < measured["dense"]
 
 
-def test_benchmarks_run_there() -> None:
-    """A layer's forward before any optimizer is made, for one."""
-    small = ["--inputs", "96", "--outputs", "128", "--rank", "16", "--tokens", "32", "--repeats", "1"]
-    assert "sketch, hadamard" in good(ROOT / "benchmarks" / "linear.py", *small)
+def test_a_part_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
+    page = tmp_path / "gpu.md"
+    done = run(ROOT / "benchmarks" / "gpu.py", "--shape", "embedded", "--timeout", "0.01", "--output", page)
+    assert done.returncode == 1 and page.read_text().count("**Failed**: it took more than") == 5
+
+
+def test_without_a_device_it_says_so() -> None:
+    done = run(ROOT / "benchmarks" / "gpu.py", emulate=False)
+    assert done.returncode == 2 and "torch sees no CUDA device" in done.stderr

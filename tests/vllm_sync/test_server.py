@@ -177,9 +177,10 @@ def test_an_unfinished_full_sync_is_no_version(client, trainer):
 
 @pytest.mark.slow
 def test_tensor_parallel_workers_follow_as_well(checkpoint, tmp_path: Path):
-    """Two worker processes; and an error that reaches one of them leaves no stale reply behind."""
-    flags = ("--tensor-parallel-size", "2")
-    with running_server(checkpoint("qwen2"), tmp_path / "log", *flags, **TENSOR_PARALLEL) as server:
+    """Two worker processes: fifty steps, an error that reaches one of them and leaves no stale reply behind, and sleep."""
+    flags = ("--tensor-parallel-size", "2", "--enable-sleep-mode")
+    environment = TENSOR_PARALLEL | {"VLLM_SLEEPS_ON_CPU": "1"}
+    with running_server(checkpoint("qwen2"), tmp_path / "log", *flags, **environment) as server:
         trainer = ToyTrainer(server.folder)
         client = follow(server, trainer, fresh=True)
         assert len(client.status()) == 2
@@ -189,3 +190,23 @@ def test_tensor_parallel_workers_follow_as_well(checkpoint, tmp_path: Path):
         assert_refused(client, trainer.take_updates(), "gap", "from version 51")
         client.send_weights(52, trainer.parameters)
         assert client.version() == 52 and client.differing(trainer.parameters) == []
+        check_sleep(server, client, trainer)
+
+
+def check_sleep(server, client: ServerClient, trainer: ToyTrainer) -> None:
+    """At level 1 the weights come back and updates go on; at level 2 the checksums find that they did not."""
+    before = mismatch(server, trainer)
+    server.post("/sleep?level=1", {})
+    assert set(client.differing(trainer.parameters)) >= set(trainer.sketched)  # asleep there are none
+    server.post("/wake_up", {})
+    trainer.train(3)
+    client.send_updates(trainer.take_updates())
+    assert client.version() == 55 and client.differing(trainer.parameters) == []
+    client.reset_prefix_cache()
+    assert mismatch(server, trainer) < 2 * before + 1e-3
+    server.post("/sleep?level=2", {})
+    server.post("/wake_up", {})
+    assert client.version() == 55 and set(client.differing(trainer.parameters)) == set(trainer.parameters)
+    client.send_weights(55, trainer.parameters)
+    client.reset_prefix_cache()
+    assert client.differing(trainer.parameters) == [] and mismatch(server, trainer) < 2 * before + 1e-3

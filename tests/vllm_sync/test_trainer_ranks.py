@@ -88,6 +88,16 @@ def test_every_way_gives_the_same_rollouts_and_weights(sync, shared_run, checkpo
 
 
 @pytest.mark.slow
+def test_a_vllm_that_sleeps_gets_whole_weights_when_it_wakes(shared_run, checkpoint, tmp_path):
+    """TRL puts it to sleep at level 2 when it is made and after each rollout: nothing is left of its weights."""
+    (result,) = run_colocated(checkpoint("qwen3-tied"), tmp_path, max_steps=4, vllm_enable_sleep_mode=True)
+    assert result["slept"] == [2] * 5
+    assert result["rollouts"] == shared_run[1]["rollouts"]
+    assert_same(result["weights"], shared_run[1]["weights"])
+    assert result["differing"] == [] and result["pending"] == 0 and result["shared"] == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "sync"), [("qwen3", "share"), ("llama", "share"), ("qwen2", "sketch")])
 def test_other_models(kind, sync, checkpoint, tmp_path):
     """(Fifty steps of each, without an engine, are in `test_models.py`.)"""
@@ -150,6 +160,20 @@ def test_two_ranks_with_vllm_in_each(engine, checkpoint, tmp_path):
     for rank in (first, second):
         assert rank["differing"] == [] and rank["pending"] == 0
         assert bool(rank["shared"]) == (engine == "ddp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["auto", "sketch"])
+def test_two_ranks_with_one_vllm(sync, checkpoint, tmp_path):
+    """Tensor parallelism in the trainers' processes: whole tensors are shared, halves get updates or copies."""
+    sketch = {"vllm_sync": sync, "full_sync_every": 2}
+    settings = {"per_device_train_batch_size": 4, "vllm_tensor_parallel_size": 2, "max_steps": 4}
+    first, second = run_colocated(checkpoint("qwen3-tied"), tmp_path, sketch, world=2, **settings)
+    assert_same(first["weights"], second["weights"])
+    for rank in (first, second):
+        assert rank["differing"] == [] and rank["pending"] == 0
+        assert all("norm" in name for name in rank["shared"]) and bool(rank["shared"]) == (sync == "auto")
+        assert 0 < rank["mismatch"][-1] < 2 * rank["mismatch"][0] + 1e-3 < 0.01
 
 
 @pytest.mark.slow

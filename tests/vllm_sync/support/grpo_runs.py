@@ -3,11 +3,13 @@
 import functools
 import os
 import sys
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+import vllm_sleeps
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
@@ -109,6 +111,10 @@ def colocated(
 ) -> dict[str, Any]:
     """Train with vLLM in this process; if wanted, something happens to the weights after the second step."""
     _prepare_vllm(environment)
+    if settings.get("vllm_enable_sleep_mode"):
+        vllm_sleeps.install()
+    if settings.get("vllm_tensor_parallel_size", 1) > 1:
+        _name_shared_memory()
     rollouts = Rollouts(disturb)
     trainer = rollouts.trainer = make_trainer(folder, output, sketch, callbacks=[rollouts], **COLOCATED | settings)
     trainer.train(resume_from_checkpoint=resume)
@@ -132,6 +138,7 @@ def colocated(
         "bytes": logged(trainer, "sketch/sync_bytes"),
         "pending": len(generation._steps),
         "kinds": {type(p).__name__ for p in trainer.model.parameters()},
+        "slept": list(vllm_sleeps.Forgetful.slept),
     }
 
 
@@ -188,6 +195,21 @@ def _prepare_vllm(environment: dict[str, str]) -> None:
     os.environ.update(environment)
     vllm_generation.LLM = functools.partial(vllm_generation.LLM, enforce_eager=True)
     sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)[:1]
+
+
+def _name_shared_memory() -> None:
+    """Of vLLM's workers on a CPU: in a trainer's processes all runs give it one name, and leave it behind."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    named = _CPUSHMDistributed.make_group_name
+
+    def own_name(communicator: Any) -> str:
+        name = os.environ["MASTER_PORT"] + named(communicator).lstrip("/")
+        file = Path(f"/dev/shm/{name}_{communicator.rank}")
+        Finalize(None, file.unlink, kwargs={"missing_ok": True}, exitpriority=0)  # when this process ends
+        return name
+
+    _CPUSHMDistributed.make_group_name = staticmethod(own_name)
 
 
 def _vllm_model(trainer: SketchGRPOTrainer) -> torch.nn.Module:

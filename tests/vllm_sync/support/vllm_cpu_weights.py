@@ -4,6 +4,8 @@ The CPU build packs linear weights for its own kernels and throws the originals 
 this folder on PYTHONPATH every vLLM process finds the entry point beside this file and computes with `F.linear`.
 """
 
+import os
+
 from torch import nn
 
 
@@ -13,6 +15,10 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return
+    if os.environ.get("VLLM_SLEEPS_ON_CPU"):
+        import vllm_sleeps
+
+        vllm_sleeps.install()
     from vllm.model_executor.layers import utils
 
     packing = utils.dispatch_cpu_unquantized_gemm

@@ -16,10 +16,11 @@ from datasets import Dataset
 from ranks import free_port, run
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, SFTConfig, SFTTrainer
 
 from trl_sketch import SketchCallback, SketchConfig, SketchGRPOTrainer, SketchOptimizer, get_sketch_model
+from trl_sketch.memory import Plan, predict_state
 from trl_sketch.model import sketch_state
 from trl_sketch.sync.checksum import checksum
 
@@ -69,6 +70,14 @@ class Watch(TrainerCallback):
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+
+
+def held_bytes(tensors: torch.nn.Module | list[torch.Tensor]) -> int:
+    """Of this rank's tensors, or of its part of a model."""
+    if isinstance(tensors, torch.nn.Module):
+        tensors = [*tensors.parameters(), *tensors.buffers()]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
 
 
 class NaNOnTheSecondRank(SketchGRPOTrainer):
@@ -134,6 +143,8 @@ def grpo(
         "engine": trainer.accelerator.distributed_type,
         "kinds": {type(layer.weight).__name__ for layer in state.layers.values()},
         "weights": {name: whole(p) for name, p in trainer.model.named_parameters()},
+        "weight_bytes": held_bytes(trainer.model),
+        "state_bytes": {part: held_bytes(tensors) for part, tensors in optimizer.state_tensors().items()},
         "state": optimizer.state_dict()["param_groups"][0]["sketch"],
         "log": [
             {k: v for k, v in log.items() if "sketch/" in k or k == "grad_norm"} for log in trainer.state.log_history
@@ -181,6 +192,21 @@ def test_fsdp2_trains_as_ddp_does(policy_folder: str, tmp_path: Path, bf16: bool
         for other in (start, fsdp["weights"])
     )
     assert apart.norm() < (0.1 if bf16 else 1e-3) * moved.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_rank_keeps_is_what_is_predicted(policy_folder: str, dtype: torch.dtype) -> None:
+    """Weights and training state of each rank, to the byte: under FSDP2 its shards, and the whole of the sketches."""
+    settings = {
+        "max_steps": 1,
+        "bf16": dtype == torch.bfloat16,
+        "model_init_kwargs": {"dtype": str(dtype).split(".")[1]},
+    }
+    plan = Plan(AutoConfig.from_pretrained(policy_folder), rank=16, tokens=2, dtype=dtype, world_size=2)
+    predicted = predict_state(plan)
+    del predicted["gathered"]  # for a moment
+    for rank in launch(2, policy_folder, "fsdp2", {"rank": 16}, settings):
+        assert {"weights": rank["weight_bytes"], **rank["state_bytes"]} == predicted
 
 
 def test_a_rank_waits_for_one_that_generates_longer(policy_folder: str) -> None:

@@ -254,9 +254,8 @@ class SketchOptimizer(torch.optim.Optimizer):
                 self.propose()
             try:
                 updates = self._apply()
-            except (
-                BaseException
-            ):  # what has been applied must not be so again; weights of a version that nobody was sent
+            except BaseException:
+                # What has been applied must not be so again, and these weights are of a version that nobody is sent.
                 self.zero_grad()
                 self.skipped_steps += 1
                 state.set_step(state.step + 1)

@@ -68,7 +68,7 @@ def parts(options: argparse.Namespace, model: Path) -> list[Part]:
     probe = [str(HERE / "probe.py"), *repeats, "--shape", options.shape, "--rank", highest, "--tokens", tokens]
     found = [
         Part("Memory of a step", memory, memory_table),
-        Part("Time of a step", [*step, "--methods", *timed], str.strip),
+        *([Part("Time of a step", [*step, "--methods", *timed], str.strip)] if timed else []),
         Part("One layer, and the update of its weight", linear, code),
         Part("The KL probe", [*probe, "--responses", "4"], code),
     ]
@@ -117,23 +117,28 @@ def measure(part: Part, seconds: float) -> str:
 def main() -> int:
     """Returns the exit status: 0, or 1 where a part failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--tokens", type=int, default=1024, help="of a sequence")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--timeout", type=float, default=300, help="seconds that a part may take")
-    parser.add_argument("--output", type=Path, default=Path("gpu.md"), help="the page")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b", help="of the model (default: qwen3-1.7b)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256], help="(default: 64 256)")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a sequence (default: 1024)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(default: all)")
+    parser.add_argument("--repeats", type=int, default=5, help="of what is timed (default: 5)")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds that a part may take (default: 300)")
+    parser.add_argument("--output", type=Path, default=Path("gpu.md"), help="the page (default: gpu.md)")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch sees no CUDA device")
-    if not options.output.absolute().parent.is_dir():
-        parser.error(f"--output {options.output}: there is no folder {options.output.absolute().parent}")
+    width = SHAPES[options.shape]["hidden_size"]
+    if not all(1 <= rank <= width for rank in options.ranks):
+        parser.error(f"--ranks must be from 1 to {width}, the width of {options.shape}")
+    if min(options.tokens, options.repeats) < 1 or not 0 < options.timeout < float("inf"):
+        parser.error("--tokens, --repeats and --timeout must be positive")
+    if options.output.is_dir() or not options.output.absolute().parent.is_dir():
+        parser.error(f"--output {options.output} must be a file in a folder that exists")
     properties = torch.cuda.get_device_properties(0)
     command = " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
     page = (
-        f"# On a GPU: {properties.name}\n\n{options.shape} with random weights in bf16, 1 x {options.tokens} tokens, {properties.total_memory / GIB:.0f} GiB, "
-        f"torch {torch.__version__}.\n\n    {command}\n"
+        f"# On a GPU: {properties.name}\n\n{options.shape} with random weights, computing in bf16, 1 x {options.tokens} tokens, {properties.total_memory / GIB:.0f} GiB, "
+        f"torch {torch.__version__}. What the columns mean: docs/speed.md, and `--help` of the parts.\n\n    {command}\n"
     )
     status = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -370,7 +370,9 @@ def choose(experiment: Experiment, labels: list[str] | None) -> list[Method]:
     known = [method.label for method in experiment.methods]
     unknown = sorted(set(labels or []) - set(known))
     if unknown:
-        raise ValueError(f"--methods {', '.join(unknown)}: {experiment.folder / DEFINITION} has {', '.join(known)}")
+        raise ValueError(
+            f"--methods {', '.join(unknown)}: {experiment.folder / DEFINITION} has {', '.join(map(repr, known))}"
+        )
     return [method for method in experiment.methods if labels is None or method.label in labels]
 
 

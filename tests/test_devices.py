@@ -95,6 +95,45 @@ def test_projections_follow_a_model_that_is_moved(
     assert state.flat.device.type == "meta"
 
 
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_a_model_that_gets_its_weights_later(tiny_qwen3: Callable[..., Any], projection: str) -> None:
+    """Sketched and optimized on `meta`, as large models are loaded, it trains as one that had its weights before."""
+    config = SketchConfig(rank=4, projection=projection)
+    model, later = tiny_qwen3(), tiny_qwen3()
+    weights = model.state_dict()
+    get_sketch_model(later.to("meta"), config)
+    optimizers = [SketchOptimizer(get_sketch_model(model, config), lr=1e-2), SketchOptimizer(later, lr=1e-2)]
+    later.to_empty(device="cpu")
+    later.load_state_dict(weights)
+    later.model.rotary_emb = model.model.rotary_emb  # its buffers are in no state_dict
+    for own, optimizer in zip((model, later), optimizers, strict=True):
+        own(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+    for a, b in zip(*(optimizer.layers for optimizer in optimizers), strict=True):
+        assert torch.equal(a.weight, b.weight)
+
+
+@pytest.mark.parametrize("proposed", [False, True])
+def test_sketches_take_the_type_that_the_weights_are_given(tiny_qwen3: Callable[..., Any], proposed: bool) -> None:
+    """Between two microbatches, or between proposal and step; nothing that was accumulated is lost."""
+    models = [get_sketch_model(tiny_qwen3(), SketchConfig(rank=4)) for _ in range(2)]
+    optimizers = [SketchOptimizer(model, lr=1e-2) for model in models]
+    for changed, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        if proposed:
+            optimizer.propose()
+        if changed:
+            model.double()
+            assert sketch_state(model).flat.dtype == torch.float64
+        if not proposed:
+            model(input_ids=IDS.flip(0, 1), labels=IDS).loss.backward()
+        optimizer.step()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+    for a, b in zip(*(optimizer.layers for optimizer in optimizers), strict=True):
+        assert (a.weight.double() - b.weight).norm() < 1e-4 * b.weight.norm()
+
+
 def test_keys_are_drawn_where_the_weights_are(tiny_qwen3: Callable[..., Any]) -> None:
     """Without a move, before anything else: compiled layers do not look for one."""
     state = sketch_state(get_sketch_model(tiny_qwen3(), SketchConfig(rank=4)))

@@ -44,18 +44,44 @@ def test_it_refuses_what_a_gpu_refuses(script: Path) -> None:
         "a = torch.ones(3, 4, device='cuda')\n"
         "a[:, 1:].mul_(2)\n"
         "assert a.is_cuda and (a @ a.T).cpu().tolist() == [[13.0] * 3] * 3\n"
-        "for mixed in (lambda: a + torch.ones(3, 4), lambda: a @ torch.ones(4, 2), lambda: torch.cat([a, torch.ones(1, 4)])):\n"
+        "for mixed in (lambda: a + torch.ones(3, 4), lambda: a @ torch.ones(4, 2), lambda: torch.cat([a, torch.ones(1, 4)]),\n"
+        "              lambda: a.__setitem__(torch.tensor([0]), torch.ones(1, 4)), lambda: torch.ones(3, 4).__setitem__([1], a[:1])):\n"
         "    try:\n"
         "        mixed()\n"
         "    except RuntimeError as error:\n"
         "        assert 'to be on the same device' in str(error), error\n"
         "    else:\n"
         "        raise AssertionError('two devices were mixed')\n"
+        "assert a[torch.tensor([0, 2])].shape == (2, 4)\n"
         "before = torch.cuda.memory_allocated()\n"
         "b = torch.empty(1000, device='cuda')\n"
         "assert torch.cuda.memory_allocated() - before == 4096\n"
         "del b\n"
         "assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() >= before + 4096\n"
+    )
+    good(script)
+
+
+def test_a_model_that_is_moved_takes_its_sketches_along(script: Path) -> None:
+    """Between microbatches, between proposal and step, and before it is compiled: the weights are those of the CPU."""
+    script.write_text(
+        "import torch\n"
+        "from trl_sketch import SketchConfig, SketchOptimizer, get_sketch_model\n"
+        "def train(moves):\n"
+        "    torch.manual_seed(0)\n"
+        "    net = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Tanh(), torch.nn.Linear(40, 8))\n"
+        "    model = get_sketch_model(net, SketchConfig(rank=8, target_modules=['0', '2'], kl_budget=None))\n"
+        "    optimizer, x = SketchOptimizer(model, lr=1e-2), torch.randn(16, 24)\n"
+        "    def backward(run=model):\n"
+        "        run(x.to(model[0].weight.device)).square().mean().backward()\n"
+        "    def move(to):\n"
+        "        model.to(to) if moves else None\n"
+        "    backward(), move('cuda'), backward(), optimizer.propose(), move('cpu'), optimizer.step()\n"
+        "    move('cuda'), backward(torch.compile(model, backend='aot_eager') if moves else model), optimizer.step()\n"
+        "    assert model[0].weight.is_cuda == moves\n"
+        "    return [layer.weight.cpu() for layer in optimizer.layers]\n"
+        "for a, b in zip(train(False), train(True)):\n"
+        "    assert (a - b).norm() < 1e-5 * a.norm(), (a - b).norm() / a.norm()\n"
     )
     good(script)
 
@@ -110,7 +136,9 @@ def test_everything_is_measured_there(tmp_path: Path) -> None:
 
 def test_a_part_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
-    done = run(ROOT / "benchmarks" / "gpu.py", "--shape", "embedded", "--timeout", "0.01", "--output", page)
+    done = run(
+        ROOT / "benchmarks" / "gpu.py", "--shape", "embedded", "--ranks", "16", "--timeout", "0.01", "--output", page
+    )
     assert done.returncode == 1 and page.read_text().count("**Failed**: it took more than") == 5
 
 

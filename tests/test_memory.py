@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from embedded import WarmStart, make_model, make_tokenizer
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig
 
 from trl_sketch import SketchConfig, SketchGRPOTrainer, SketchOptimizer, cli, get_sketch_model, predicted_kl
@@ -522,6 +522,7 @@ def test_measuring_from_the_command(capsys):
         (["--model", "nobody/nothing"], "model='nobody/nothing' could not be loaded"),
         (["--model", QWEN3, "--rank", "9999"], "rank=9999 is above 6144"),
         (["--model", QWEN3, "--gpu-memory", "0.5"], "gpu_memory=0.5 must be more than 1 GiB"),
+        (["--model", QWEN3, "--gpu-memory", "inf"], "gpu_memory=inf must be more than 1 GiB and less than"),
         (["--model", QWEN3, "--measure", "fake", "--world-size", "2"], "world_size=2 with measure"),
         (["--model", QWEN3, "--plot", "/nowhere/x.png"], "/nowhere/x.png"),
     ],
@@ -535,7 +536,17 @@ def test_mistakes_are_reported_in_a_line(capsys, arguments, message):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_measuring_on_a_gpu_needs_one(capsys):
     status, _, err = command(capsys, "--model", QWEN3, "--measure", "cuda")
-    assert status == 2 and "needs a CUDA device" in err
+    assert status == 2 and "needs a CUDA device" in err and "`--measure fake`" in err
+
+
+@pytest.mark.parametrize("method", ["sketch", "lora", "dense", "rgc"])
+def test_the_formula_holds_for_tiny_models_too(method):
+    """Whose vocabulary is smaller than a tile of the LM head, and whose matrices are smaller than an update's blocks."""
+    size = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 14, "head_dim": 32}
+    config = Qwen3Config(**size, num_attention_heads=4, num_key_value_heads=2)
+    for tokens in (64, 1024):
+        plan = Plan(config, method=method, rank=16, tokens=tokens)
+        assert predict(plan).total == pytest.approx(measure(plan).peak, rel=0.03)
 
 
 def test_the_page_is_what_the_command_prints(capsys):

@@ -9,7 +9,7 @@ from optimizer_support import backward, dense_gradients, flat, make, movement, s
 
 from trl_sketch import SketchConfig, SketchOptimizer, SketchUpdate, get_sketch_model, make_projection
 from trl_sketch.model import sketch_state
-from trl_sketch.projection import PROJECTIONS
+from trl_sketch.projection import PROJECTIONS, Signs
 
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -253,6 +253,52 @@ def test_a_negative_clipping_norm_is_refused():
 
 
 # ---------------------------------------------------------- steps that are skipped or break off
+
+
+@pytest.mark.parametrize("config", [{}, {"update_rule": "adam", "refresh": "never"}, {"spectral_power": 0.5}], ids=str)
+def test_a_proposal_that_breaks_off_is_dropped(config, monkeypatch):
+    """Its sketches are half transformed: neither a second try nor the next step may take them for gradients."""
+    weights = []
+    for breaks in (False, True):
+        model, optimizer = make(**config)
+        backward(model)
+        if breaks:
+            with monkeypatch.context() as patch:
+                patch.setattr(SketchOptimizer, "_step_sizes", lambda *args: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    optimizer.step()
+            assert not optimizer.sketches.flat.any() and not optimizer.sketches.proposed
+            backward(model)
+        optimizer.step()
+        weights.append(weights_of(model))
+    assert same_bits(*weights)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_projections_whose_drawing_breaks_off_are_drawn_anew(broken, monkeypatch):
+    """Else a sketch would be of another projection than the key says that is sent along."""
+    model, optimizer = make()
+    backward(model)
+    copy_, calls = Signs.copy_, []
+
+    def failing(self, other):
+        calls.append(other)
+        if len(calls) == broken + 1:
+            raise KeyboardInterrupt
+        copy_(self, other)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Signs, "copy_", failing)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    heard = []
+    optimizer.listeners.append(lambda step, updates: heard.extend(updates))
+    replica = weights_of(model)
+    backward(model, 1)
+    optimizer.step()
+    for update in heard:
+        SketchUpdate.from_bytes(update.to_bytes()).apply_(replica[update.name])
+    assert same_bits(replica, weights_of(model))
 
 
 # Of a step of a fixed size the correction of the moments' bias is no part; of plain adam it is.

@@ -183,10 +183,17 @@ class SketchLinear(nn.Linear):
         if not torch.compiler.is_compiling() and _is_forgotten():
             projected = y.new_empty(()).expand(*input.shape[:-1], self.group.rank)  # of the shape that is expected
         else:
-            if not torch.compiler.is_compiling() and self.group.key.device != input.device:
-                self.state.move_keys(input.device)  # the model has been moved since they were drawn
+            if not torch.compiler.is_compiling():
+                self.state.follow(input.device)  # where weights were moved by other means
             projected = self.group.project(input, y.dtype)
         return _AccumulateSketch.apply(y, self.state.anchor, projected, self)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "SketchLinear":
+        """What `to`, `cuda`, `double` and `to_empty` call: the projections and the sketches go along."""
+        super()._apply(*args, **kwargs)
+        self.state.follow(self.weight.device)
+        self.state.forget_views()
+        return self
 
     def linear(self, input: torch.Tensor) -> torch.Tensor:
         """The ordinary `x Wᵀ + b`, `(…, d)`."""
@@ -261,8 +268,8 @@ class SketchState:
             layer.state = self
         self._flat: torch.Tensor | None = None
         self._sketches: dict[str, torch.Tensor] = {}
-        device = self.device if self.device.type != "meta" else "cpu"
-        self.keys = torch.zeros(len(groups), dtype=torch.int32, device=device)
+        self.keys = torch.empty(0, dtype=torch.int32, device=self.device if self.device.type != "meta" else "cpu")
+        self._is_drawn = False
         self.set_step(0)
 
     @property
@@ -301,24 +308,33 @@ class SketchState:
         if self._sketches and self._flat is not None and self._flat.device == device:
             return
         sizes = [layer.out_features * layer.group.rank for layer in self.layers.values()]
-        if self._flat is None or self._flat.device != device:
+        if self._flat is None or self._flat.is_meta:
             self._flat = torch.zeros(sum(sizes), dtype=self.dtype, device=device)
+        self._flat = self._flat.to(device, self.dtype)
+        if self.coefficients is not None:
+            self.coefficients = self.coefficients.to(device)
         self._sketches = {
             name: chunk.view(layer.out_features, layer.group.rank)
             for (name, layer), chunk in zip(self.layers.items(), self._flat.split(sizes), strict=True)
         }
-        self.move_keys(device)
+        self.follow(device)
 
-    def move_keys(self, device: torch.device) -> None:
-        """Have the projections on `device`."""
-        if self.keys.device != device:
-            self.keys = self.keys.to(device)
-            self._draw()
-            for group in self.groups:
-                group.redrawn()
+    def follow(self, device: torch.device) -> None:
+        """Have the projections on `device`, and complete if something broke off while they were drawn."""
+        if self.keys.device != device or not self._is_drawn:
+            self._draw(device)
 
-    def _draw(self) -> None:
-        """Hand out the keys, and draw the signs of all groups of one shape together."""
+    def forget_views(self) -> None:
+        """Have the buffer looked at again before it is used: its weights may have another device or type."""
+        self._sketches = {}
+
+    def _draw(self, device: torch.device) -> None:
+        """Make the keys of the step, hand them out, and draw the signs of all groups of one shape together."""
+        self._is_drawn = False
+        period = self.config.refresh_steps
+        drawn_at = 0 if period is None else self.step - self.step % period
+        keys = [derive_key(self.seed, drawn_at, group.name, "projection") for group in self.groups]
+        self.keys = torch.tensor(keys, dtype=torch.int32, device="cpu").to(device)
         alike: dict[tuple[str, int, int], list[int]] = {}
         for index, group in enumerate(self.groups):
             group.key = self.keys[index]
@@ -332,6 +348,9 @@ class SketchState:
                     group.signs = drawn[place].clone()
                 else:
                     group.signs.copy_(drawn[place])
+        for group in self.groups:
+            group.redrawn()
+        self._is_drawn = True
 
     def rank_blocks(self) -> list[tuple[torch.Tensor, list[SketchLinear]]]:
         """The buffer as one `(Σd, r)` matrix per distinct rank, with the layers whose rows it stacks."""
@@ -345,13 +364,7 @@ class SketchState:
     def set_step(self, step: int) -> None:
         """Set the optimizer step; where a refresh is due, every projection is drawn anew."""
         self.step = step
-        period = self.config.refresh_steps
-        drawn_at = 0 if period is None else step - step % period
-        keys = [derive_key(self.seed, drawn_at, group.name, "projection") for group in self.groups]
-        self.keys.copy_(torch.tensor(keys, dtype=torch.int32, device="cpu"))
-        self._draw()
-        for group in self.groups:
-            group.redrawn()
+        self._draw(self.keys.device)
 
     def set_seed(self, seed: int) -> None:
         """Set the base seed of projections and rounding."""

@@ -186,8 +186,16 @@ def predict(plan: Plan) -> Prediction:
     if plan.method == "sketch":
         phases["probe"] = steps.probe()
     if plan.method in ("sketch", "rgc", "logra"):
-        phases["update"] = {"working": UPDATE_TEMPORARY}
+        phases["update"] = {"working": _update_temporary(plan)}
     return Prediction(state, {phase: state | added for phase, added in phases.items()})
+
+
+def _update_temporary(plan: Plan) -> int:
+    """A bound of what an update needs on the way: blocks of a matrix and of factors, or the whole of small ones."""
+    ranks = [(matrix, min(plan.rank, matrix.k)) for matrix in plan.shape.matrices]
+    blocks = max(16 * matrix.d * matrix.k + 4 * matrix.k * rank for matrix, rank in ranks)
+    factors = 13 * sum(matrix.d * rank for matrix, rank in ranks)  # fp32 and its scaled copies, int8
+    return min(UPDATE_TEMPORARY, blocks + factors)
 
 
 def predict_state(plan: Plan) -> dict[str, int]:
@@ -325,14 +333,15 @@ class _Step:
         return shape.layers * self.layer() - first + outside
 
     def _tile(self) -> int:
-        """A tile of logits."""
-        return self.c * min(self.t, _HEAD_TOKENS) * min(_HEAD_LOGITS, self.shape.vocabulary)
+        """A tile of logits, of one size whatever the vocabulary."""
+        return self.c * min(self.t, _HEAD_TOKENS) * _HEAD_LOGITS
 
     def _head_casts(self) -> tuple[int, int]:
         """bf16 copies of a tile's tokens, and of its rows of the LM head."""
         if self.residual == self.c or self.plan.world_size > 1:
             return 0, 0
-        return self.c * self.shape.width * min(self.t, _HEAD_TOKENS), self.c * self.shape.width * _HEAD_LOGITS
+        width = self.c * self.shape.width
+        return width * min(self.t, _HEAD_TOKENS), width * min(self.shape.vocabulary, _HEAD_LOGITS)
 
     def forward_of_adapter(self) -> dict[str, int]:
         """The last down_proj with LoRA: PEFT casts its input to fp32, and autocast casts that back."""

@@ -292,7 +292,7 @@ def measure_on_cuda(plan: Plan) -> Measurement:
     """
     if not torch.cuda.is_available():
         raise ValueError(
-            "measure=True needs a CUDA device, and torch sees none: leave it out to measure without a GPU, on fake tensors"
+            "measuring on a GPU needs a CUDA device, and torch sees none: `--measure fake` measures on tensors without data"
         )
     model = _build(plan)
     meter = _CudaMeter()

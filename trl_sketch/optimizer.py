@@ -62,6 +62,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         self._model = model
         self._alpha = 1.0
         self._skips = False
+        self._broke_off = False
         self._ranks_agree = False
         # Allocated here and not in the first backward, which may be compiled, and so that a state has always the same
         # entries, which checkpoint libraries count on.
@@ -91,12 +92,16 @@ class SketchOptimizer(torch.optim.Optimizer):
         Raises:
             FloatingPointError: A sketch is not finite, on any rank; the message names the layers. No weight has moved.
             RuntimeError: An update is proposed already, a later optimizer has taken over the model, or the ranks of a
-                process group have different projections or weights.
+                process group have different projections or weights (also after a step of this rank broke off).
             ValueError: `max_grad_norm` is negative, or a weight is sharded in a way that is not supported.
         """
-        config, state = self.config, self.sketches
+        state = self.sketches
         if state.owner is not self._ticket:
             raise RuntimeError("another SketchOptimizer has been made for this model since: a model has one at a time")
+        if self._broke_off and distributed.world_size() > 1:
+            raise RuntimeError(
+                "a step broke off on this rank, so that the ranks have different weights: resume from a checkpoint"
+            )
         if max_grad_norm is not None and not max_grad_norm >= 0:
             raise ValueError(f"max_grad_norm must not be negative, got {max_grad_norm}")
         if state.proposed:
@@ -105,13 +110,23 @@ class SketchOptimizer(torch.optim.Optimizer):
             )
         self._check_ranks(max_grad_norm)
         distributed.average_(state.flat)
-        blocks = state.rank_blocks()
-        row_norm = torch.cat([torch.linalg.vector_norm(block, dim=1) for block, _ in blocks])
+        row_norm = torch.cat([torch.linalg.vector_norm(block, dim=1) for block, _ in state.rank_blocks()])
         norms = rules.per_matrix(row_norm, self.sizes)
         self._check_finite(norms)
         self.grad_norm = torch.linalg.vector_norm(norms)
+        try:
+            norms = self._transform(row_norm, norms, max_grad_norm)
+            self._alpha = 1.0
+            state.coefficients = self._step_sizes(self._applied_norms(norms))
+        except BaseException:
+            self.zero_grad()  # they are neither S nor U
+            raise
+
+    def _transform(self, row_norm: torch.Tensor, norms: torch.Tensor, max_grad_norm: float | None) -> torch.Tensor:
+        """S becomes U, in place, from the norms of its rows and matrices; returns the norms of U `(M,)`."""
+        config, state, blocks = self.config, self.sketches, self.sketches.rank_blocks()
         if max_grad_norm and config.norm == "none":  # otherwise the size of the sketch plays no part
-            clip = (max_grad_norm / (self.grad_norm + 1e-6)).clamp_max(1.0).to(row_norm.dtype)
+            clip = (max_grad_norm / (torch.linalg.vector_norm(norms) + 1e-6)).clamp_max(1.0).to(row_norm.dtype)
             state.flat.mul_(clip)
             row_norm, norms = row_norm * clip, norms * clip
 
@@ -137,9 +152,7 @@ class SketchOptimizer(torch.optim.Optimizer):
             norms = self._adam(unit)
         if config.spectral_power != 1:
             self._flatten()
-
-        self._alpha = 1.0
-        state.coefficients = self._step_sizes(self._applied_norms(norms))
+        return norms
 
     def _unit(self, norms: torch.Tensor) -> torch.Tensor:
         """What the sketches are divided by to be normalized, `(M,)`: their root mean square, all together or each."""
@@ -235,7 +248,8 @@ class SketchOptimizer(torch.optim.Optimizer):
         nothing.
 
         An exception while weights are changed (Ctrl-C, no memory) leaves some of them changed and drops the rest of the
-        update. Training can go on: the step counts as a skipped one, and a rollout gets whole weights at its next sync.
+        update. With one process training can go on: the step counts as a skipped one, and a rollout gets whole weights at
+        its next sync.
 
         Raises:
             FloatingPointError: See [`propose`].
@@ -245,28 +259,32 @@ class SketchOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         state = self.sketches
+        updates: list[SketchUpdate] = []
         if self._skips:
+            self.zero_grad()
             self.skipped_steps += 1
+            state.set_step(state.step + 1)
         elif not state.proposed and self.param_groups[0]["lr"] == 0 and not state.flat.any():
             return loss
         else:
             if not state.proposed:
                 self.propose()
+            before = state.step
             try:
                 updates = self._apply()
+                self._moments |= self._next_moments
+                self.zero_grad()
+                state.set_step(before + 1)
             except BaseException:
                 # What has been applied must not be so again, and these weights are of a version that nobody is sent.
+                self._broke_off = True
                 self.zero_grad()
-                self.skipped_steps += 1
-                state.set_step(state.step + 1)
+                self.skipped_steps += state.step == before
+                state.set_step(before + 1)
                 raise
-            self._moments |= self._next_moments
-        self.zero_grad()
-        state.set_step(state.step + 1)
-        heard = [] if self._skips else updates
         self._skips = False  # before the listeners, of which one may fail
         for listener in self.listeners:
-            listener(state.step, heard)
+            listener(state.step, updates)
         return loss
 
     def _apply(self) -> list[SketchUpdate]:
@@ -304,7 +322,7 @@ class SketchOptimizer(torch.optim.Optimizer):
                         name=layer.name,
                         projection=layer.group.kind,
                         in_features=layer.in_features,
-                        projection_key=layer.group.key.clone(),  # the next step overwrites it
+                        projection_key=layer.group.key,
                         rounding_key=rounding_keys[layer.index],
                         q=own_q,
                         exponent=own_exponent,
@@ -420,7 +438,7 @@ class SketchOptimizer(torch.optim.Optimizer):
             )
         self._moments = moments
         self.mismatch = sketch["mismatch"]
-        self._ranks_agree = False
+        self._ranks_agree = self._broke_off = self._skips = False
         self.sketches.step = step
         self.sketches.set_seed(seed)
 
@@ -431,7 +449,10 @@ class SketchOptimizer(torch.optim.Optimizer):
 
     def _next_moment(self, kind: str) -> torch.Tensor:
         """A running moment of all matrices, for a rule to update in place: a copy, until the proposal is applied."""
-        self._next_moments[kind] = self._moments[kind].to(self.sketches.flat.device, copy=True)
+        flat, moment = self.sketches.flat, self._moments[kind]
+        if moment.is_meta:  # made before the model had its weights
+            moment = self._new_moment()
+        self._next_moments[kind] = moment.to(flat.device, flat.dtype, copy=True)
         return self._next_moments[kind]
 
     def _new_moment(self) -> torch.Tensor:

@@ -208,6 +208,26 @@ def test_a_bad_loss_on_one_rank_stops_all_before_a_weight_moves(bad: float) -> N
     assert "sketch of a, b, c is not finite. No weight has been changed" in first[0] and first[1]
 
 
+def broken_off() -> str:
+    """A step that breaks off on the second rank, and what it says of the next one."""
+    model, optimizer = net()
+    x, y = microbatch(0, 0, FP32)
+    ((model(x) - y) ** 2).mean().backward()
+    if dist.get_rank() == 0:
+        optimizer.step()
+        return ""
+    optimizer._apply = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_a_rank_whose_step_broke_off_does_not_go_on() -> None:
+    assert "the ranks have different weights: resume from a checkpoint" in run(2, broken_off)[1]
+
+
 def disagreeing(how: str) -> tuple[str, bool]:
     second = dist.get_rank() == 1
     model, optimizer = net(**({"projection": "rademacher"} if second and how == "settings" else {}))

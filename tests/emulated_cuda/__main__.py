@@ -7,7 +7,8 @@ python tests/emulated_cuda -m pytest tests/test_trainer.py
 
 What it shows: everything is on the device where it has to be, because tensors of two devices are refused as a GPU refuses them;
 code that only runs on CUDA runs; memory is counted as it is allocated and freed. What it cannot show: kernels and their
-rounding (the CPU's compute), speed, streams, and what a GPU's own attention and matrix products need.
+rounding (the CPU's compute), speed, streams, and what a GPU's own attention and matrix products need. Single numbers on
+the CPU are taken everywhere, also where CUDA refuses them, and `copy.deepcopy` of a tensor does not work.
 
 It needs a C++ compiler (`c++`, or `CXX`), and torch's build without CUDA. `device.cpp` is compiled once, in about 15 s.
 """

@@ -139,8 +139,7 @@ Storage on_device(const Storage& storage) {
   return {Storage::use_byte_size_t(), storage.nbytes(), std::move(data), &allocator, true};
 }
 
-// CUDA takes indices from the CPU.
-bool takes_cpu_tensors(const std::string& name) {
+bool takes_cpu_indices(const std::string& name) {
   static const std::set<std::string> names{"aten::index", "aten::index_put_", "aten::_index_put_impl_"};
   return names.count(name) > 0;
 }
@@ -149,18 +148,18 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   std::vector<std::pair<Tensor, Tensor>> seen;  // on the CPU, and as it was
   bool is_ours = false;
-  auto enter = [&](const Tensor& tensor) -> Tensor {
+  auto enter = [&](const Tensor& tensor, bool is_index) -> Tensor {
     if (tensor.defined() && tensor.is_cuda()) {
       is_ours = true;
       seen.emplace_back(on_cpu(tensor), tensor);
       return seen.back().first;
     }
     TORCH_CHECK(
-        !tensor.defined() || tensor.dim() == 0 || takes_cpu_tensors(schema.name()),
+        !tensor.defined() || tensor.dim() == 0 || (is_index && takes_cpu_indices(schema.name())),
         schema.name(), ": Expected all tensors to be on the same device, and one of shape ", tensor.sizes(), " is on ", tensor.device());
     return tensor;
   };
-  auto leave = [&](const Tensor& tensor) -> Tensor {
+  auto leave = [&](const Tensor& tensor, bool) -> Tensor {
     if (!tensor.defined() || !tensor.is_cpu() || !is_ours) return tensor;
     for (auto& [own, original] : seen) {
       if (own.is_same(tensor)) return original;
@@ -173,15 +172,15 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   };
   auto convert = [](c10::IValue& value, const auto& one) {
     if (value.isTensor()) {
-      value = one(value.toTensor());
+      value = one(value.toTensor(), false);
     } else if (value.isTensorList()) {
       c10::List<Tensor> list;
-      for (const Tensor& tensor : value.toTensorVector()) list.push_back(one(tensor));
+      for (const Tensor& tensor : value.toTensorVector()) list.push_back(one(tensor, false));
       value = list;
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> list;
       for (const auto& tensor : value.toOptionalTensorVector()) {
-        list.push_back(tensor ? std::optional<Tensor>(one(*tensor)) : std::nullopt);
+        list.push_back(tensor ? std::optional<Tensor>(one(*tensor, true)) : std::nullopt);
       }
       value = list;
     }

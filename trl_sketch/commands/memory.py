@@ -76,8 +76,10 @@ class _Row:
 def run(args: argparse.Namespace) -> int:
     cards = args.gpu_memory or []
     for card in cards:
-        if not card > RESERVED:
-            raise ValueError(f"gpu_memory={card:g} must be more than {RESERVED:g} GiB: give the card's memory, as 24")
+        if not RESERVED < card < 1e6:
+            raise ValueError(
+                f"gpu_memory={card:g} must be more than {RESERVED:g} GiB and less than a million: give the card's memory, as 24"
+            )
     rows = [row for model in args.model for row in _rows(model, args)]
     if args.plot:
         _plot(rows, cards, args.plot)
@@ -234,7 +236,7 @@ def _remarks(rows: list[_Row], cards: list[float]) -> list[str]:
     if "lora" not in plans and "dense" in {row.plan.method for row in rows}:
         for method in methods:
             most = largest_rank(plans[method], next(r.prediction.total for r in rows if r.plan.method == "dense"))
-            lines.append(f"{method} needs less than dense up to rank {most}.")
+            lines.append(f"{method} needs less than dense {'at no rank' if most is None else f'up to rank {most}'}.")
     for card in cards:
         ranks = {method: largest_rank(plan, int((card - RESERVED) * GIB)) for method, plan in plans.items()}
         said = [f"{method} up to rank {rank}" if rank else f"{method} at no rank" for method, rank in ranks.items()]

@@ -5,7 +5,7 @@ All integers are little-endian. A message is a header, records, and the CRC-32 o
 | offset | type   | header                                                           |
 |--------|--------|------------------------------------------------------------------|
 | 0      | 8 × u8 | magic, `TRLSKTCH`                                                |
-| 8      | u16    | format version, 1                                                |
+| 8      | u16    | format version, 2                                                |
 | 10     | u16    | kind: 1 updates, 2 weights                                       |
 | 12     | u32    | number of steps (updates) or tensors (weights)                   |
 | 16     | 16 × u8 | identity of the run that sends                                  |

@@ -75,10 +75,20 @@ def test_the_mismatch_is_not_measured_on_the_default_device() -> None:
         assert kl.measure_mismatch([batch], {2}) == pytest.approx(0.5)
 
 
+def replace_tensors(model: torch.nn.Module, device: str) -> None:
+    """As libraries move a model that do not call `to`."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            module._parameters[name] = torch.nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+
+
+@pytest.mark.parametrize("move", [torch.nn.Module.to, replace_tensors])
 @pytest.mark.parametrize("with_optimizer", [False, True])
 @pytest.mark.parametrize("projection", PROJECTIONS)
 def test_projections_follow_a_model_that_is_moved(
-    tiny_qwen3: Callable[..., Any], projection: str, with_optimizer: bool
+    tiny_qwen3: Callable[..., Any], projection: str, with_optimizer: bool, move: Callable[..., Any]
 ) -> None:
     """To where the model goes after it was given its sketches, with an optimizer made already or not."""
     model = get_sketch_model(tiny_qwen3(), SketchConfig(rank=4, projection=projection))
@@ -86,7 +96,7 @@ def test_projections_follow_a_model_that_is_moved(
         optimizer = SketchOptimizer(model, lr=1e-3)
         model(input_ids=IDS, labels=IDS).loss.backward()
         optimizer.step()
-    model.to("meta")
+    move(model, "meta")
     loss = model(input_ids=IDS.to("meta"), labels=IDS.to("meta")).loss
     state = sketch_state(model)
     for group in state.groups:  # before backward, which allocates the sketches

@@ -539,6 +539,31 @@ def test_measuring_on_a_gpu_needs_one(capsys):
     assert status == 2 and "needs a CUDA device" in err and "`--measure fake`" in err
 
 
+def test_what_is_measured_stands_beside_what_is_predicted(capsys, tmp_path):
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 16}
+    Qwen3Config(**size, num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
+    arguments = [
+        "--model",
+        str(tmp_path),
+        "--rank",
+        "8",
+        "--method",
+        "sketch",
+        "--method",
+        "logra",
+        "--measure",
+        "fake",
+    ]
+    status, out, _ = command(capsys, *arguments, "--markdown")
+    header, _, sketch, logra = ([cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines())
+    assert status == 0 and header[3:] == ["GiB", "measured (fake)"]
+    assert sketch[3] == sketch[4] and float(sketch[4]) > 0 and logra[4] == "–"
+    _, out, _ = command(capsys, *arguments)
+    assert "logra is predicted only" in out
+    with pytest.raises(SystemExit):
+        command(capsys, *arguments, "--markdown", "--json")
+
+
 @pytest.mark.parametrize("method", ["sketch", "lora", "dense", "rgc"])
 def test_the_formula_holds_for_tiny_models_too(method):
     """Whose vocabulary is smaller than a tile of the LM head, and whose matrices are smaller than an update's blocks."""

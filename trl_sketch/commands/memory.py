@@ -54,8 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "seconds); auto: on the GPU if there is one",
     )
     add("--plot", metavar="FILE.png", help="write the parts as a bar chart")
-    add("--json", action="store_true", help="print bytes as JSON, and nothing else")
-    add("--markdown", action="store_true", help="print the totals as a Markdown table, and nothing else")
+    printed = parser.add_mutually_exclusive_group()
+    printed.add_argument("--json", action="store_true", help="print bytes as JSON, and nothing else")
+    printed.add_argument(
+        "--markdown", action="store_true", help="print the totals as a Markdown table, and nothing else"
+    )
 
 
 @dataclass(frozen=True)
@@ -223,10 +226,12 @@ def _gib(size: int) -> str:
 
 
 def _remarks(rows: list[_Row], cards: list[float]) -> list[str]:
-    """Where methods cross, and the largest ranks that fit."""
+    """What was not measured, where methods cross, and the largest ranks that fit."""
     plans = {row.plan.method: row.plan for row in rows if row.plan.method not in _RANKLESS}
     methods = list(plans)
     lines = []
+    if any(row.measured for row in rows) and "logra" in plans:
+        lines.append("logra is predicted only: its storage is not implemented here.")
     if "lora" in plans:
         for method in methods:
             if method != "lora":
@@ -246,7 +251,9 @@ def _remarks(rows: list[_Row], cards: list[float]) -> list[str]:
 
 
 def _print_markdown(rows: list[_Row], cards: list[float]) -> None:
-    header = ["model", "method", "rank", "GiB", *(f"{card:g} GiB card" for card in cards)]
+    measured_on = next((row.measured_on for row in rows if row.measured_on), None)
+    measured = [] if measured_on is None else [f"measured ({measured_on})"]
+    header = ["model", "method", "rank", "GiB", *measured, *(f"{card:g} GiB card" for card in cards)]
     print("| " + " | ".join(header) + " |")
     print("|" + "|".join(["---"] * len(header)) + "|")
     for row in rows:
@@ -257,7 +264,8 @@ def _print_markdown(rows: list[_Row], cards: list[float]) -> None:
             else f"{total - card + RESERVED:.1f} short"
             for card in cards
         ]
-        print("| " + " | ".join([row.model, row.plan.method, row.rank, f"{total:.2f}", *verdicts]) + " |")
+        own = ["–" if row.measured is None else f"{row.measured / GIB:.2f}"] if measured else []
+        print("| " + " | ".join([row.model, row.plan.method, row.rank, f"{total:.2f}", *own, *verdicts]) + " |")
 
 
 def _plot(rows: list[_Row], cards: list[float], path: str) -> None:

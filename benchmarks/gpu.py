@@ -49,18 +49,8 @@ def parts(options: argparse.Namespace, model: Path) -> list[Part]:
     step = [str(HERE / "step.py"), "--shape", options.shape, "--rows", "1", "--tokens", tokens, "--accumulation", "2"]
     step += ["--markdown", *repeats, "--ranks", *ranks]
     timed = [method for method in options.methods if method != "rgc"]  # a sketch in a step's time
-    memory = [
-        "-m",
-        "trl_sketch.cli",
-        "memory",
-        "--model",
-        str(model),
-        "--tokens",
-        tokens,
-        "--measure",
-        "cuda",
-        "--json",
-    ]
+    memory = ["-m", "trl_sketch.cli", "memory", "--model", str(model), "--tokens", tokens]
+    memory += ["--measure", "cuda", "--json"]
     memory += [word for rank in ranks for word in ("--rank", rank)]
     memory += [word for method in options.methods for word in ("--method", method)]
     linear = [str(HERE / "linear.py"), *repeats, "--tokens", tokens, "--rank", highest]
